@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every schema of torch.ops.dflash: the table of contents. docs/ops.md is generated from these comments.
+//
+// Letters: R requests of a batch, S state rows (max_num_seqs), T token rows, N draft tokens a request, Q = N + 1,
+// H hidden size, D head_dim, V vocabulary, L draft layers, G K/V groups.
+// Conventions: ids, positions and slots are int64; lengths, offsets, maps and block tables are int32.
+// Batch-ordered tensors are [R]; per-request state is [S] and reached through idx_mapping (batch row -> state row,
+// -1 = padded row: inert). A K/V cache is [num_blocks, kv_block_size, num_kv_heads, D] with any strides over a
+// contiguous last dimension; slot = block * kv_block_size + offset, -1 = not stored; block 0 is the null block.
+
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY(dflash, m) {
+  // Rows the target verifies, from device state: [bonus, d_1..d_N] of each request at positions s..s+N, with slots,
+  // causal lengths s + Q and uniform offsets r * Q. Positions are clamped to max_model_len - 1; a slot past
+  // max_model_len, in the null block or of a padded row is -1; a padded row has length 0.
+  m.def(
+      "build_verify(Tensor idx_mapping, Tensor seq_lens, Tensor last_sampled, Tensor draft_tokens, "
+      "Tensor block_table, int kv_block_size, int max_model_len, Tensor(a!) input_ids, Tensor(b!) positions, "
+      "Tensor(c!) slot_mapping, Tensor(d!) query_seq_lens, Tensor(e!) query_start_loc) -> ()");
+
+  // Context rows and query block of the drafter, from the verified rows. Row t of request r is valid when it lies
+  // before query_start_loc[r + 1] - num_rejected[r]; an invalid row gets position 0 and slot -1. The query block is
+  // [bonus, mask x N] right after the last valid position; the bonus is last_sampled where num_sampled > 0, else
+  // next_prefill_tokens. With sample_from_anchor the block has N rows and row 0 is sampled too.
+  m.def(
+      "build_query(Tensor target_positions, Tensor query_start_loc, Tensor num_sampled, Tensor num_rejected, "
+      "Tensor last_sampled, Tensor next_prefill_tokens, Tensor idx_mapping, Tensor[] block_tables, "
+      "int[] kv_block_sizes, int num_speculative_tokens, int mask_token_id, int max_model_len, "
+      "bool sample_from_anchor, Tensor(a!) context_positions, Tensor(b!)[] context_slot_mappings, "
+      "Tensor(c!) query_input_ids, Tensor(d!) query_positions, Tensor(e!)[] query_slot_mappings, "
+      "Tensor(f!) query_seq_lens, Tensor(g!) draft_query_start_loc, Tensor(h!) sample_rows, "
+      "Tensor(i!) sample_positions, Tensor(j!) sample_idx_mapping) -> ()");
+
+  // K/V of every draft layer for context rows, from the un-normed output of fc: hidden_norm, one GEMM with the
+  // stacked K and V projections, per-head k_norm, RoPE at the row's own position, store. kv_weight is
+  // [L * 2 * num_kv_heads * D, H], layer by layer, K before V. layer_groups maps a layer to its slot mapping.
+  m.def(
+      "precompute_context_kv(Tensor hidden_states, Tensor? hidden_norm_weight, float rms_norm_eps, "
+      "Tensor kv_weight, Tensor? kv_bias, Tensor? k_norm_weight, Tensor cos_sin_cache, bool is_neox, "
+      "Tensor positions, Tensor[] slot_mappings, int[] layer_groups, float value_scale, Tensor? k_scales, "
+      "Tensor? v_scales, Tensor(a!)[] key_caches, Tensor(b!)[] value_caches) -> ()");
+
+  // One pass over qkv [T, (Hq + 2 * Hk) * D]: per-head RMSNorm of q and k, RoPE, q to query [T, Hq, D], K and V to the
+  // cache. value_scale multiplies V; an fp8 cache stores x / scale.
+  m.def(
+      "qk_norm_rope_store(Tensor qkv, Tensor? q_norm_weight, Tensor? k_norm_weight, float rms_norm_eps, "
+      "Tensor cos_sin_cache, bool is_neox, Tensor positions, Tensor slot_mapping, float value_scale, "
+      "Tensor? k_scale, Tensor? v_scale, Tensor(a!) query, Tensor(b!) key_cache, Tensor(c!) value_cache) -> ()");
+
+  // Attention of ragged query rows over a paged cache. Row i of request r stands at position
+  // seq_lens[r] - query_len + i. Key k is visible iff k < min(seq_lens[r], max_seq_len), and with causal k <= q, and
+  // q - k <= window_left, k - q <= window_right (-1 = no bound). seq_lens[r] = 0 gives zeros. Sinks are one logit a
+  // head that joins the softmax and carries no value.
+  m.def(
+      "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor seq_lens, "
+      "Tensor query_start_loc, int max_query_len, int max_seq_len, float scale, bool causal, int window_left, "
+      "int window_right, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, Tensor(a!) output, "
+      "Tensor(b!) workspace) -> ()");
+
+  // Bytes of workspace that paged_attention needs for any batch within these limits.
+  m.def(
+      "paged_attention_workspace_size(int num_rows, int num_reqs, int num_heads, int num_kv_heads, int head_dim, "
+      "int max_query_len, int max_seq_len) -> int");
+
+  // Draft tokens from logits rows [R * N, >= V]: argmax where temperatures is absent or 0, else Gumbel-max with the
+  // draft stream keyed by (seed, anchor position, offset, token). Row j belongs to offset j % N + 1 and is written to
+  // draft_tokens[sample_idx_mapping[j], j % N]. NaN counts as -inf. d2t (delta) maps a reduced vocabulary.
+  // draft_logits records the scaled logits in the target vocabulary, -inf elsewhere.
+  m.def(
+      "sample_draft(Tensor logits, Tensor sample_positions, Tensor sample_idx_mapping, Tensor? temperatures, "
+      "Tensor? seeds, int vocab_size, float logit_scale, Tensor? d2t, Tensor(a!) draft_tokens, "
+      "Tensor(b!)? draft_logits) -> ()");
+
+  // Accept drafts and choose the next token. Logits rows of request r are logits_start_loc[r]..[r + 1) (0 rows: nothing
+  // is sampled); row i is p(. | ..., d_1..d_i), already processed. num_draft = min(num_draft_tokens, rows - 1).
+  // temperature 0: accept while d == argmax. Else by method: "match" (sample every row, accept while equal),
+  // "standard" and "block" (against draft_logits, absent = one-hot), "synthetic" (accept with synthetic_rates[i]).
+  // Commits at most tokens_left and stops after a token of stop_token_ids. sampled_token_ids is -1 past num_sampled;
+  // num_rejected = rows - num_sampled.
+  m.def(
+      "rejection_sample(Tensor target_logits, Tensor logits_start_loc, Tensor logits_positions, Tensor idx_mapping, "
+      "Tensor draft_tokens, Tensor num_draft_tokens, Tensor? draft_logits, Tensor temperatures, Tensor seeds, "
+      "Tensor tokens_left, Tensor? stop_token_ids, str method, int vocab_size, Tensor? synthetic_rates, "
+      "Tensor(a!) sampled_token_ids, Tensor(b!) num_sampled, Tensor(c!) num_rejected) -> ()");
+
+  // Commit what was sampled to the state: seq_lens += num_sampled, last_sampled, tokens_left -= num_sampled, finished
+  // (1 = stop token, 2 = length), and write [step, num_sampled, finished, tokens] to output_ring[step % ring, row];
+  // step += 1.
+  m.def(
+      "advance(Tensor sampled_token_ids, Tensor num_sampled, Tensor idx_mapping, Tensor? stop_token_ids, "
+      "Tensor(a!) seq_lens, Tensor(b!) last_sampled, Tensor(c!) tokens_left, Tensor(d!) finished, "
+      "Tensor(e!) step, Tensor(f!) output_ring) -> ()");
+
+  // residual += x (when given); output = RMSNorm(residual) * weight; tap = residual (when given, any row stride).
+  m.def(
+      "add_rms_norm(Tensor? x, Tensor(a!) residual, Tensor weight, float eps, Tensor(b!) output, "
+      "Tensor(c!)? tap) -> ()");
+
+  // output = silu(gate) * up, gate_up [T, 2 * I] = gate then up.
+  m.def("silu_mul(Tensor gate_up, Tensor(a!) output) -> ()");
+}

@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DFlash speculative decoding."""
+
+from dflash import _library as _library
+
+__version__ = "0.1.0"

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the op tests share: devices, dtypes, guard bytes and one comparison."""
+
+import pytest
+import torch
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+RELATIVE_ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+def guarded(shape, dtype, device, pad=64):
+    """A contiguous poisoned tensor inside a larger buffer, and a check that nothing around it was written."""
+    count = 1
+    for size in shape:
+        count *= size
+    poison = 77 if not dtype.is_floating_point else 12344.0
+    buffer = torch.full((count + 2 * pad,), poison, dtype=dtype, device=device)
+    expected = buffer[:pad].clone()
+
+    def check():
+        torch.testing.assert_close(buffer[:pad], expected, rtol=0, atol=0)
+        torch.testing.assert_close(buffer[pad + count :], expected, rtol=0, atol=0)
+
+    return buffer[pad : pad + count].view(shape), check
+
+
+def assert_close(actual, expected, tolerance=None):
+    """||actual - expected|| / ||expected|| within the dtype's tolerance; NaN never passes."""
+    assert actual.shape == expected.shape, f"{actual.shape} != {expected.shape}"
+    tolerance = tolerance or RELATIVE_ERROR[actual.dtype]
+    a, e = actual.double().cpu(), expected.double().cpu()
+    error = (a - e).norm() / e.norm().clamp_min(1e-12)
+    assert error < tolerance, f"relative error {error:.3e} >= {tolerance:.1e}, worst at {(a - e).abs().argmax()}"
