@@ -12,9 +12,11 @@ PYTEST_FLAGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-BUILD_REQUIRES := setuptools\>=77 wheel pybind11\>=2.13 cmake\>=3.26 ninja
+BUILD_REQUIRES := numpy setuptools\>=77 wheel pybind11\>=2.13 cmake\>=3.26 ninja
 BUILD_INPUTS := CMakeLists.txt setup.py pyproject.toml $(shell find csrc third_party -type f)
-CUTLASS := $(if $(shell command -v nvcc),nvidia-cutlass==4.2.0.0)
+# CUTLASS's headers only, beside the environment: the package's own dependencies are not wanted in it.
+CUTLASS := $(if $(shell command -v nvcc),build/cutlass/cutlass_library/source)
+CUTLASS_FLAG := $(if $(CUTLASS),-DCUTLASS_DIR=$(abspath $(CUTLASS)))
 JOBS := $(or $(MAX_JOBS),$(shell nproc))
 # The CUDA library needs a CUDA build of torch to load, so the demo on a CPU build does not compile it.
 CUDA_OF_TORCH = $$($(BIN)/python -c "import torch; print('AUTO' if torch.version.cuda else 'OFF')")
@@ -29,8 +31,8 @@ demo: $(VENV)/.ready
 test: ctest pytest
 
 # One build directory: the editable install fills it, this adds the C++ tests and, where nvcc is, the CUDA sources.
-ctest: $(VENV)/.ready googletest
-	$(BIN)/cmake -S . -B build/cmake -DDFLASH_BUILD_TESTS=ON -DDFLASH_CUDA=AUTO
+ctest: $(VENV)/.ready $(CUTLASS) googletest
+	$(BIN)/cmake -S . -B build/cmake -DDFLASH_BUILD_TESTS=ON -DDFLASH_CUDA=AUTO $(CUTLASS_FLAG)
 	$(BIN)/cmake --build build/cmake -j $(JOBS)
 	$(BIN)/cmake --install build/cmake --component python --strip --prefix python
 	$(BIN)/ctest --test-dir build/cmake --output-on-failure --no-tests=error \
@@ -45,9 +47,9 @@ lint: $(VENV)/.lint-ready
 	@if $(BIN)/pyright --version >/dev/null 2>&1; then $(BIN)/pyright --pythonpath $(BIN)/python; \
 	else echo "pyright cannot start here (it needs node or the npm registry): types not checked"; fi
 
-wheel: $(VENV)/.ready
+wheel: $(VENV)/.ready $(CUTLASS)
 	rm -rf build/lib.* build/bdist.*
-	$(PIP) wheel --no-build-isolation --no-deps -w dist .
+	CMAKE_ARGS="$(CUTLASS_FLAG)" MAX_JOBS=$(JOBS) $(PIP) wheel --no-build-isolation --no-deps -w dist .
 
 docs: $(VENV)/.ready
 	$(BIN)/python docs/generate_ops.py
@@ -65,7 +67,8 @@ googletest:
 	  apt-get update -qq && apt-get install -y -qq libgtest-dev >/dev/null; fi; \
 	has || { echo "GoogleTest is missing. Run: sudo apt-get install libgtest-dev" >&2; exit 1; }
 
-$(VENV)/.ready: $(BUILD_INPUTS)
+# Setup in stamped steps: what is done is not done again.
+$(VENV)/.tools: pyproject.toml
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10))" || { \
 	  echo "dflash needs Python 3.10 or newer; $(PYTHON) is not. Run: make PYTHON=python3.11 ..." >&2; exit 1; }
 	@command -v $(CXX) >/dev/null || { \
@@ -74,9 +77,15 @@ $(VENV)/.ready: $(BUILD_INPUTS)
 	  echo "cannot make $(VENV). On Debian run: sudo apt-get install python3-venv" >&2; exit 1; }
 	@echo "dflash: installing $(TORCH) and the build tools into $(VENV)"
 	@$(PIP) install --quiet "$(TORCH)" $(BUILD_REQUIRES)
-	@$(if $(CUTLASS),$(PIP) install --quiet --no-deps $(CUTLASS))
+	@touch $@
+
+build/cutlass/cutlass_library/source: | $(VENV)/.tools
+	@$(PIP) install --quiet --no-deps --target build/cutlass nvidia-cutlass==4.2.0.0
+
+$(VENV)/.ready: $(VENV)/.tools $(BUILD_INPUTS) | $(CUTLASS)
 	@echo "dflash: building"
-	@DFLASH_CUDA=$(CUDA_OF_TORCH) MAX_JOBS=$(JOBS) $(PIP) install --quiet --no-build-isolation -e .
+	@DFLASH_CUDA=$(CUDA_OF_TORCH) CMAKE_ARGS="$(CUTLASS_FLAG)" MAX_JOBS=$(JOBS) \
+	  $(PIP) install --quiet --no-build-isolation -e .
 	@touch $@
 
 $(VENV)/.test-ready: $(VENV)/.ready

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import logging
 from importlib import metadata
 from pathlib import Path
+
+from dflash.log import log_once
 
 PACKAGE_DIR = Path(__file__).parent
 SENTINEL = "model_mlx.py"  # a file of theirs that this package never ships
@@ -23,3 +26,11 @@ def find_conflict() -> str | None:
         f"same folder, {PACKAGE_DIR}. Keep the two in separate environments: "
         "pip uninstall -y dflash dflash-cuda, then install dflash-cuda again"
     )
+
+
+def report_conflict() -> bool:
+    """Whether the other package is here; says so once in a process, as an error."""
+    conflict = find_conflict()
+    if conflict is not None:
+        log_once(conflict, logging.ERROR)
+    return conflict is not None

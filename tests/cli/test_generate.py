@@ -141,7 +141,8 @@ def test_cuda_asked_for_and_absent(run, monkeypatch):
     assert fake.FakeLLM.made == []
 
 
-def test_the_other_dflash_is_refused(run, monkeypatch):
+def test_the_other_dflash_is_refused(run, monkeypatch, caplog):
     monkeypatch.setattr("dflash._conflict.find_conflict", lambda: "separate environments")
-    code, _, err = run("generate", "hi")
-    assert (code, err) == (1, "dflash: error: separate environments\n")
+    assert run("generate", "hi")[0] == 1
+    assert caplog.messages == ["separate environments"]
+    assert fake.FakeLLM.made == []

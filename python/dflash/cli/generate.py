@@ -94,13 +94,12 @@ def _resolve_draft(model: str, draft: str | None) -> str | None:
 
 def _refuse_what_cannot_serve(device: str) -> None:
     """Say what is wrong with the environment before weights are loaded."""
-    from dflash._conflict import find_conflict
+    from dflash._conflict import report_conflict
     from dflash.cli.info import why_no_cuda
     from dflash.errors import DflashError
 
-    conflict = find_conflict()
-    if conflict is not None:
-        raise DflashError(conflict)
+    if report_conflict():
+        raise typer.Exit(code=1)
     if not device.startswith("cuda"):
         return
     reason = why_no_cuda()
