@@ -22,7 +22,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """What a layer's query at position q may see: key k iff q - k < window (and k - q < window), k <= q if causal."""
+    """A query at q sees key k iff |q - k| < window, and k <= q when causal."""
 
     causal: bool
     window: int | None = None
