@@ -2,6 +2,7 @@
 """A stand-in for dflash.LLM with the engine's contract: the command is tested without weights."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 
@@ -45,7 +46,7 @@ class FakeLLM:
 
     def __init__(self, model, draft=None, **arguments):
         self.draft = draft
-        self.dtype, self.device = torch.float32, torch.device("cpu")
+        self.facts = SimpleNamespace(dtype=torch.float32, device=torch.device("cpu"))
         self.made.append((model, draft, arguments))
 
     def chat_prompt(self, messages):

@@ -3,6 +3,7 @@ import io
 import sys
 
 import pytest
+import torch
 
 import dflash
 from dflash.cli import compare, main
@@ -36,8 +37,8 @@ def test_text_on_stdout_and_one_line_on_stderr(run):
     assert out == "The sky is blue.\n\n"
     assert err == "50.0 tok/s | AL 3.50 | 5 tokens | float32, cpu, 1 thread\n"
     assert fake.FakeLLM.prompts == ["<user>why?"]
-    arguments = {"num_speculative_tokens": None, "dtype": "auto", "device": "auto"}
-    assert fake.FakeLLM.made == [("demo", "demo", arguments)]
+    ((model, draft, arguments),) = fake.FakeLLM.made
+    assert (model, draft, arguments["dtype"], arguments["device"]) == ("demo", "demo", "auto", "auto")
 
 
 def test_compare_says_speed_up_and_identity(run):
@@ -134,11 +135,12 @@ def test_debug_shows_the_traceback(run, monkeypatch):
 
 
 def test_cuda_asked_for_and_absent(run, monkeypatch):
-    monkeypatch.setattr("dflash.cli.info.why_no_cuda", lambda: "torch is a CPU build")
-    code, _, err = run("generate", "--device", "cuda", "hi")
-    assert code == 1
-    assert "--device cuda: no GPU can be used: torch is a CPU build" in err
-    assert fake.FakeLLM.made == []
+    monkeypatch.delattr(dflash, "LLM")  # the real one again
+    monkeypatch.setattr(torch.version, "cuda", None)
+    code, out, err = run("generate", "--device", "cuda", "hi")
+    assert (code, out) == (1, "")
+    assert err.startswith("dflash: error: device cuda: torch ")
+    assert "is a CPU build" in err
 
 
 def test_the_other_dflash_is_refused(run, monkeypatch, caplog):

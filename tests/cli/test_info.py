@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from dflash import _conflict
+from dflash import _conflict, devices
 from dflash.cli import info, main
 
 
@@ -41,19 +41,19 @@ def test_an_old_driver_is_told_in_torchs_words(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", fail)
     expected = "The NVIDIA driver on your system is too old (found 11040)"
-    assert info.why_no_cuda() == expected
+    assert devices.why_no_cuda() == expected
 
 
 def test_a_gpu_that_is_not_served_is_named(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(info, "cuda_library_error", None)
+    monkeypatch.setattr(devices._library, "cuda_library_error", None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
-    assert info.why_no_cuda().startswith("no kernels for NVIDIA A100: this build serves sm_90")
+    assert devices.why_no_cuda().startswith("no kernels for NVIDIA A100: this build serves sm_90")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 3))
-    assert info.why_no_cuda() is None
+    assert devices.why_no_cuda() is None
 
 
 def test_conflict_by_metadata_and_by_sentinel(monkeypatch, tmp_path):

@@ -86,7 +86,7 @@ def first_difference(a: list[int], b: list[int]) -> int | None:
 
 def _best_thread_count(llm: Any, prompt: str, params: Any) -> int:
     """The count at which a short generation is fastest; a GPU's host thread needs no choice."""
-    if str(llm.device) != "cpu":
+    if str(llm.facts.device) != "cpu":
         return torch.get_num_threads()
     trial = replace(params, max_tokens=min(params.max_tokens, NUM_TRIAL_TOKENS))
     speeds = {}

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dflash._conflict import report_conflict
+
 if TYPE_CHECKING:
     from dflash.cli.compare import Comparison
 
@@ -51,7 +53,8 @@ def generate(
     draft = _resolve_draft(model, draft)
     if compare and draft is None:
         raise ValueError("--compare needs a drafter: give --draft")
-    _refuse_what_cannot_serve(device)
+    if report_conflict():
+        raise typer.Exit(code=1)
 
     import torch
 
@@ -59,7 +62,7 @@ def generate(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    engine: dict[str, Any] = {"dtype": dtype, "device": device}
+    engine: dict[str, Any] = {"dtype": dtype, "device": device, "max_num_seqs": 1}
     llm = dflash.LLM(model, draft, num_speculative_tokens=num_speculative_tokens, **engine)
     if not raw:
         text = llm.chat_prompt([{"role": "user", "content": text}])
@@ -92,21 +95,6 @@ def _resolve_draft(model: str, draft: str | None) -> str | None:
     return None if draft.lower() == NO_DRAFT else draft
 
 
-def _refuse_what_cannot_serve(device: str) -> None:
-    """Say what is wrong with the environment before weights are loaded."""
-    from dflash._conflict import report_conflict
-    from dflash.cli.info import why_no_cuda
-    from dflash.errors import DflashError
-
-    if report_conflict():
-        raise typer.Exit(code=1)
-    if not device.startswith("cuda"):
-        return
-    reason = why_no_cuda()
-    if reason is not None:
-        raise DflashError(f"--device {device}: no GPU can be used: {reason}. Try --device cpu")
-
-
 def _stream(llm: Any, prompt: str, params: Any) -> Any:
     """Write the text as it comes; returns the finished request."""
     reconfigure = getattr(sys.stdout, "reconfigure", None)
@@ -136,11 +124,16 @@ def _compared(comparison: Comparison) -> list[str]:
         if comparison.first_difference is None
         else f"tokens DIFFER from number {comparison.first_difference + 1} on"
     )
+    faster = (
+        f"{comparison.speedup:.2f}x the {comparison.plain.tokens_per_second:.1f} tok/s without "
+        f"drafter (medians of {comparison.num_runs} interleaved runs)"
+        if comparison.plain.tokens_per_second > 0
+        else "too short to compare speeds"
+    )
     return [
         f"{comparison.draft.tokens_per_second:.1f} tok/s",
         f"AL {comparison.acceptance_length:.2f}",
-        f"{comparison.speedup:.2f}x the {comparison.plain.tokens_per_second:.1f} tok/s without "
-        f"drafter (medians of {comparison.num_runs} interleaved runs)",
+        faster,
         same,
     ]
 
@@ -149,8 +142,8 @@ def _report(parts: list[str], llm: Any, comparison: Comparison | None = None) ->
     """The one line that ends a generation: figures, then dtype, device and threads."""
     import torch
 
-    device = str(llm.device)
-    parts.append(f"{str(llm.dtype).removeprefix('torch.')}, {device}")
+    device = str(llm.facts.device)
+    parts.append(f"{str(llm.facts.dtype).removeprefix('torch.')}, {device}")
     if device == "cpu":
         counts = [torch.get_num_threads()]
         if comparison is not None:

@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import platform
-import warnings
 from importlib import metadata
 from typing import Annotated
 
@@ -19,6 +18,9 @@ from rich.text import Text
 
 from dflash._conflict import PACKAGE_DIR, find_conflict
 from dflash._library import LIBRARY_DIR, cuda_library_error
+from dflash.attention.select import BACKENDS
+from dflash.attention.spec import AttentionSpec, Refusal
+from dflash.devices import cuda_is_available, is_served, why_no_cuda
 
 DISTRIBUTION = "dflash-cuda"
 OPTIONAL_PACKAGES = ("flashinfer-python", "flash-attn", "flash-attn-3")
@@ -45,6 +47,7 @@ def gather() -> dict[str, dict[str, str]]:
         "versions": _versions(unavailable),
         "build": _build(unavailable),
         "devices": _devices(),
+        "attention": _attention(unavailable),
         "libraries": {"libdflash_ops": str(LIBRARY_DIR / "libdflash_ops.so")},
         "unavailable": unavailable,
         "conflict": {},
@@ -60,49 +63,6 @@ def gather() -> dict[str, dict[str, str]]:
     if conflict:
         facts["conflict"]["dflash"] = conflict
     return facts
-
-
-def why_no_cuda() -> str | None:
-    """Why no GPU can serve here, or None when one can."""
-    if torch.version.cuda is None:
-        return f"torch {torch.__version__} is a CPU build"
-    if not cuda_is_available():
-        return _driver_error()
-    if cuda_library_error:
-        return cuda_library_error
-    if not any(_is_shipped(torch.cuda.get_device_capability(i)) for i in _device_indices()):
-        names = ", ".join(torch.cuda.get_device_name(i) for i in _device_indices())
-        return (
-            f"no kernels for {names}: this build serves sm_90 (H100, H200) and sm_10x (B200, B300)"
-        )
-    return None
-
-
-def cuda_is_available() -> bool:
-    """torch's answer without its warning: what is wrong is said once, by us."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.cuda.is_available()
-
-
-def _driver_error() -> str:
-    """torch's own words for a missing or an old driver, first sentence."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.cuda.init()
-    except Exception as error:
-        return str(error).strip().splitlines()[0].split(". ")[0]
-    return "the driver shows no device (is CUDA_VISIBLE_DEVICES empty?)"
-
-
-def _device_indices() -> range:
-    return range(torch.cuda.device_count())
-
-
-def _is_shipped(capability: tuple[int, int]) -> bool:
-    """sm_90a runs on 9.0 alone, sm_100f on the whole 10.x family."""
-    return capability == (9, 0) or capability[0] == 10
 
 
 def _version(distribution: str) -> str | None:
@@ -151,11 +111,30 @@ def _devices() -> dict[str, str]:
     }
     if not cuda_is_available():
         return devices
-    for i in _device_indices():
+    for i in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(i)
-        served = "served" if _is_shipped((properties.major, properties.minor)) else "not served"
+        served = "served" if is_served((properties.major, properties.minor)) else "not served"
         devices[f"cuda:{i}"] = (
             f"{properties.name}, sm_{properties.major}{properties.minor}, "
             f"{properties.total_memory / 2**30:.0f} GiB, {served}"
         )
     return devices
+
+
+def _attention(unavailable: dict[str, str]) -> dict[str, str]:
+    """What each backend answers for a plain Qwen3-8B layer, causal and not."""
+    dtype = torch.bfloat16 if cuda_is_available() else torch.float32
+    served = {}
+    for backend in BACKENDS:
+        for causal in (True, False):
+            spec = AttentionSpec(
+                arch="cpu", num_heads=32, num_kv_heads=8, head_dim=128, dtype=dtype, kv_dtype=dtype,
+                causal=causal, window=None, query_shape="ragged", kv_block_size=16,
+            )  # fmt: skip
+            answer = backend.supports(spec)
+            name = f"{backend.name} ({'causal' if causal else 'non-causal'})"
+            if isinstance(answer, Refusal):
+                unavailable[name] = answer.reason
+            else:
+                served[name] = "captured in graphs" if answer.replayable else "runs eagerly"
+    return served
