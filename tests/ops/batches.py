@@ -52,7 +52,7 @@ def assert_fields_equal(actual, expected):
 
 
 def guarded_like(fields, device):
-    """Poisoned buffers shaped like the fields of a named tuple, and one check of all their guards."""
+    """Poisoned buffers like the fields of a named tuple, and one check of all their guards."""
     checks = []
 
     def buffer(tensor):

@@ -116,5 +116,5 @@ def advance_reference(
         padding = [-1] * (sampled_token_ids.shape[1] - len(tokens))
         values = [step, len(tokens), int(new.finished[row]), *tokens, *padding]
         entry[row] = torch.tensor(values, device=entry.device)
-    new.step += 1
+    new.step.add_(1)
     return new
