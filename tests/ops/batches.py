@@ -51,6 +51,17 @@ def assert_fields_equal(actual, expected):
             assert x.tolist() == y.tolist(), f"{name}[{i}]"
 
 
+def poisoned_like(fields, device):
+    """Buffers like the fields of a named tuple, full of a value that no output has."""
+
+    def buffer(tensor):
+        return torch.full_like(tensor, -77, device=device)
+
+    return type(fields)(
+        *([buffer(t) for t in f] if isinstance(f, list) else buffer(f) for f in fields)
+    )
+
+
 def guarded_like(fields, device):
     """Poisoned buffers like the fields of a named tuple, and one check of all their guards."""
     checks = []

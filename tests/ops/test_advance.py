@@ -8,7 +8,7 @@ from dflash.ops.advance import (
     LENGTH,
     RUNNING,
     STOP_TOKEN,
-    RequestState,
+    AdvancedState,
     advance,
     advance_reference,
 )
@@ -27,8 +27,24 @@ from .support import DEVICES
 STOP = 2
 
 
+def empty_state(num_states, num_columns, ring, device):
+    """Step 0, the ring full of -1."""
+
+    def zeros(count, dtype):
+        return torch.zeros(count, dtype=dtype, device=device)
+
+    return AdvancedState(
+        seq_lens=zeros(num_states, torch.int32),
+        last_sampled=zeros(num_states, torch.int64),
+        tokens_left=zeros(num_states, torch.int32),
+        finished=zeros(num_states, torch.int32),
+        step=zeros(1, torch.int64),
+        output_ring=torch.full((ring, num_states, 3 + num_columns), -1, device=device),
+    )
+
+
 def random_state(rng, num_states, num_columns, ring, step):
-    return RequestState(
+    return AdvancedState(
         seq_lens=integers(rng, 0, 1000, num_states).int(),
         last_sampled=integers(rng, 0, 9, num_states),
         tokens_left=integers(rng, 1, 2 * num_columns + 1, num_states).int(),
@@ -54,21 +70,22 @@ def random_batch(rng, num_reqs, num_live, num_states, num_columns, num_stop_ids)
 
 
 def state_on(device, state):
-    return RequestState(*(tensor.to(device, copy=True) for tensor in state))
+    return AdvancedState(*(tensor.to(device, copy=True) for tensor in state))
 
 
 def one_request(device, tokens, tokens_left, stop_token_ids):
     """One step of a request in state row 1 of 2, at s = 10."""
-    state = RequestState.allocate(2, 4, 3, device)
+    state = empty_state(2, 4, 3, device)
     state.seq_lens.copy_(int32([5, 10]))
     state.tokens_left.copy_(int32([50, tokens_left]))
-    return advance(
+    advance(
         int64([tokens + [-1] * (4 - len(tokens))], device),
         int32([len(tokens)], device),
         int32([1], device),
         stop_token_ids,
-        state,
+        *state,
     )
+    return state
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -118,7 +135,7 @@ def test_nothing_sampled_leaves_the_state(device, finished):
     rng = torch.Generator().manual_seed(0)
     before = random_state(rng, 2, 3, 4, step=6)._replace(finished=int32([RUNNING, finished]))
     state = state_on(device, before)
-    advance(int64([[-1, -1, -1]], device), int32([0], device), int32([1], device), None, state)
+    advance(int64([[-1, -1, -1]], device), int32([0], device), int32([1], device), None, *state)
     for name in ("seq_lens", "last_sampled", "tokens_left", "finished"):
         assert getattr(state, name).tolist() == getattr(before, name).tolist(), name
     assert state.step.tolist() == [7]
@@ -138,11 +155,12 @@ def test_advance_equals_reference(device, num_columns):
     ]:
         state = random_state(rng, num_reqs + 1, num_columns, 3, step)
         batch = random_batch(rng, num_reqs, num_live, num_reqs + 1, num_columns, 4)
-        expected = advance_reference(**batch, state=state)
+        expected = advance_reference(**batch, **state._asdict())
         buffers, check_guards = guarded_like(state, device)
         for buffer, tensor in zip(buffers, state, strict=True):
             buffer.copy_(tensor)
-        assert_fields_equal(advance(**on(device, batch), state=buffers), expected)
+        advance(**on(device, batch), **buffers._asdict())
+        assert_fields_equal(buffers, expected)
         check_guards()
 
 
@@ -154,8 +172,9 @@ def test_advance_of_4096_requests(device):
     state = state_on(device, expected)
     for num_live in [4096, 3000, 17]:
         batch = random_batch(rng, 4096, num_live, 4096, 4, 2)
-        expected = advance_reference(**batch, state=expected)
-        assert_fields_equal(advance(**on(device, batch), state=state), expected)
+        expected = advance_reference(**batch, **expected._asdict())
+        advance(**on(device, batch), **state._asdict())
+        assert_fields_equal(state, expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -179,8 +198,8 @@ def test_advance_property(
     for _ in range(num_steps):
         num_live = max(0, num_reqs - num_padded)
         batch = random_batch(rng, num_reqs, num_live, num_reqs + 1, num_columns, num_stop_ids)
-        expected = advance_reference(**batch, state=expected)
-        advance(**on(device, batch), state=state)
+        expected = advance_reference(**batch, **expected._asdict())
+        advance(**on(device, batch), **state._asdict())
     assert_fields_equal(state, expected)
 
 
@@ -189,7 +208,7 @@ def test_advance_strided_and_empty(device):
     rng = torch.Generator().manual_seed(1)
     state = random_state(rng, 6, 4, 3, 1)
     batch = random_batch(rng, 5, 4, 6, 4, 3)
-    expected = advance_reference(**batch, state=state)
+    expected = advance_reference(**batch, **state._asdict())
 
     batch, state = on(device, batch), state_on(device, state)
     for name in ("sampled_token_ids", "stop_token_ids"):
@@ -197,11 +216,12 @@ def test_advance_strided_and_empty(device):
         assert not batch[name].is_contiguous()
     ring = torch.zeros(6, 3, 10, dtype=torch.int64, device=device)  # state rows outermost
     state = state._replace(output_ring=ring.transpose(0, 1)[..., :7].copy_(state.output_ring))
-    assert_fields_equal(advance(**batch, state=state), expected)
+    advance(**batch, **state._asdict())
+    assert_fields_equal(state, expected)
     assert (ring[..., 7:] == 0).all()
 
-    empty = RequestState.allocate(0, 4, 1, device)
-    advance(**on(device, random_batch(rng, 0, 0, 0, 4, None)), state=empty)
+    empty = empty_state(0, 4, 1, device)
+    advance(**on(device, random_batch(rng, 0, 0, 0, 4, None)), **empty._asdict())
     assert empty.step.tolist() == [1]
 
 
@@ -222,19 +242,19 @@ def test_advance_strided_and_empty(device):
     ],
 )
 def test_advance_refuses_bad_state(change, message):
-    state = RequestState.allocate(2, 4, 3, "cpu")._replace(**change)
+    state = empty_state(2, 4, 3, "cpu")._replace(**change)
     with pytest.raises(RuntimeError, match=message):
-        advance(int64([[1, 2, 3, 4]]), int32([4]), int32([1]), None, state)
+        advance(int64([[1, 2, 3, 4]]), int32([4]), int32([1]), None, *state)
 
 
 def test_advance_refuses_bad_input():
-    state = RequestState.allocate(2, 4, 3, "cpu")
+    state = empty_state(2, 4, 3, "cpu")
     with pytest.raises(RuntimeError, match=r"num_sampled: expected shape \[1\], got \[2\]"):
-        advance(int64([[1, 2, 3, 4]]), int32([4, 4]), int32([1]), None, state)
+        advance(int64([[1, 2, 3, 4]]), int32([4, 4]), int32([1]), None, *state)
     with pytest.raises(
         RuntimeError, match=r"stop_token_ids: expected shape \[2, \*\], got \[1, 1\]"
     ):
-        advance(int64([[1, 2, 3, 4]]), int32([4]), int32([1]), int64([[1]]), state)
+        advance(int64([[1, 2, 3, 4]]), int32([4]), int32([1]), int64([[1]]), *state)
 
 
 @pytest.mark.parametrize("num_stop_ids", [None, 2])

@@ -4,8 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash.ops.build_query import QueryRows, build_query, build_query_reference
-from dflash.ops.build_verify import build_verify
+from dflash.ops.build_query import build_query, build_query_reference
+from dflash.ops.build_verify import build_verify, build_verify_reference
 
 from .batches import (
     assert_fields_equal,
@@ -14,6 +14,7 @@ from .batches import (
     int64,
     integers,
     on,
+    poisoned_like,
     random_block_table,
     random_idx_mapping,
 )
@@ -22,7 +23,14 @@ from .support import DEVICES
 MASK = 123
 
 
-def one_request(device, positions, num_rejected, block_tables, kv_block_sizes, **changes):
+def query_rows(device, batch):
+    """The op's outputs in fresh buffers, shaped by the reference."""
+    rows = poisoned_like(build_query_reference(**batch), device)
+    build_query(**on(device, batch), **rows._asdict())
+    return rows
+
+
+def one_request(positions, num_rejected, block_tables, kv_block_sizes, **changes):
     """One request in state row 1 of 2 whose bonus is 99."""
     batch = {
         "target_positions": int64(positions),
@@ -39,7 +47,7 @@ def one_request(device, positions, num_rejected, block_tables, kv_block_sizes, *
         "max_model_len": 100,
         "sample_from_anchor": False,
     }
-    return on(device, batch | changes)
+    return batch | changes
 
 
 def random_batch(
@@ -72,7 +80,7 @@ def random_batch(
 @pytest.mark.parametrize("device", DEVICES)
 def test_build_query_vector(device):
     """DESIGN section 5: rows 12 and 13 are rejected (trap 5)."""
-    rows = build_query(**one_request(device, [10, 11, 12, 13], 2, [[9, 3]], [10]))
+    rows = query_rows(device, one_request([10, 11, 12, 13], 2, [[9, 3]], [10]))
     assert rows.context_positions.tolist() == [10, 11, 0, 0]
     assert rows.context_slot_mappings[0].tolist() == [30, 31, -1, -1]
     assert rows.query_input_ids.tolist() == [99, MASK, MASK]
@@ -89,7 +97,7 @@ def test_build_query_vector(device):
 def test_build_query_from_the_anchor(device):
     """N rows, and each predicts the position after its own."""
     changes = {"sample_from_anchor": True}
-    rows = build_query(**one_request(device, [10, 11, 12, 13], 2, [[9, 3]], [10], **changes))
+    rows = query_rows(device, one_request([10, 11, 12, 13], 2, [[9, 3]], [10], **changes))
     assert rows.query_input_ids.tolist() == [99, MASK]
     assert rows.query_positions.tolist() == [12, 13]
     assert rows.query_seq_lens.tolist() == [14]
@@ -101,7 +109,7 @@ def test_build_query_from_the_anchor(device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_bonus_of_a_partial_chunk_is_the_next_prompt_token(device):
     changes = {"num_sampled": int32([0])}
-    rows = build_query(**one_request(device, [10, 11], 0, [[9, 3]], [10], **changes))
+    rows = query_rows(device, one_request([10, 11], 0, [[9, 3]], [10], **changes))
     assert rows.query_input_ids.tolist() == [55, MASK, MASK]
 
 
@@ -121,7 +129,8 @@ def test_build_query_equals_reference(device, anchor, kv_block_sizes):
         batch = random_batch(rng, num_reqs, num_live, *sizes)
         expected = build_query_reference(**batch)
         rows, check_guards = guarded_like(expected, device)
-        assert_fields_equal(build_query(**on(device, batch), rows=rows), expected)
+        build_query(**on(device, batch), **rows._asdict())
+        assert_fields_equal(rows, expected)
         check_guards()
 
 
@@ -141,7 +150,7 @@ def test_build_query_equals_reference(device, anchor, kv_block_sizes):
 def test_build_query_property(device, seed, num_reqs, num_padded, **sizes):
     rng = torch.Generator().manual_seed(seed)
     batch = random_batch(rng, num_reqs, max(0, num_reqs - num_padded), **sizes)
-    assert_fields_equal(build_query(**on(device, batch)), build_query_reference(**batch))
+    assert_fields_equal(query_rows(device, batch), build_query_reference(**batch))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -150,34 +159,31 @@ def test_build_query_property(device, seed, num_reqs, num_padded, **sizes):
 def test_verify_and_query_agree_on_slots(device, kv_block_size, num_accepted):
     """Over block edges (trap 4): the features of a row go to the slot of its target K/V."""
     num_draft, num_columns, s = 4, -(-64 // kv_block_size), 0
-    table = torch.arange(num_columns, 0, -1, dtype=torch.int32, device=device)[None]
+    table = torch.arange(num_columns, 0, -1, dtype=torch.int32)[None]
     while s + 2 * (num_draft + 1) <= 64:
-        verify = build_verify(
-            idx_mapping=int32([0], device),
-            seq_lens=int32([s], device),
-            last_sampled=int64([1], device),
-            draft_tokens=int64([[2] * num_draft], device),
-            block_table=table,
-            kv_block_size=kv_block_size,
-            max_model_len=64,
-        )
-        rows = build_query(
-            target_positions=verify.positions,
-            query_start_loc=verify.query_start_loc,
-            num_sampled=int32([num_accepted + 1], device),
-            num_rejected=int32([num_draft - num_accepted], device),
-            last_sampled=int64([3], device),
-            next_prefill_tokens=int64([0], device),
-            idx_mapping=int32([0], device),
-            block_tables=[table],
-            kv_block_sizes=[kv_block_size],
-            num_speculative_tokens=num_draft,
-            mask_token_id=MASK,
-            max_model_len=64,
-        )
+        verify = {
+            "idx_mapping": int32([0]),
+            "seq_lens": int32([s]),
+            "last_sampled": int64([1]),
+            "draft_tokens": int64([[2] * num_draft]),
+            "block_table": table,
+            "kv_block_size": kv_block_size,
+            "max_model_len": 64,
+        }
+        verified = poisoned_like(build_verify_reference(**verify), device)
+        build_verify(**on(device, verify), **verified._asdict())
+        batch = one_request(verified.positions.tolist(), num_draft - num_accepted, [], [])
+        batch |= {
+            "num_sampled": int32([num_accepted + 1]),
+            "block_tables": [table],
+            "kv_block_sizes": [kv_block_size],
+            "num_speculative_tokens": num_draft,
+            "max_model_len": 64,
+        }
+        rows = query_rows(device, batch)
         kept = num_accepted + 1
         context_slots = rows.context_slot_mappings[0].tolist()
-        assert context_slots[:kept] == verify.slot_mapping[:kept].tolist()
+        assert context_slots[:kept] == verified.slot_mapping[:kept].tolist()
         assert context_slots[kept:] == [-1] * (num_draft - num_accepted)
         s += kept
         block = range(s, s + num_draft + 1)
@@ -190,15 +196,15 @@ def test_verify_and_query_agree_on_slots(device, kv_block_size, num_accepted):
 @pytest.mark.parametrize("device", DEVICES)
 def test_padding_and_tail_of_a_bucket(device):
     """A live request, two padded ones and 3 rows past the last offset (trap 6)."""
-    batch = one_request(device, [4, 5, 6, 7, 9, 9, 9], 1, [[9, 3]], [10])
+    batch = one_request([4, 5, 6, 7, 9, 9, 9], 1, [[9, 3]], [10])
     batch |= {
-        "query_start_loc": int32([0, 2, 4, 4], device),
-        "num_sampled": int32([1, 5, 5], device),
-        "num_rejected": int32([1, 0, 0], device),
-        "idx_mapping": int32([1, -1, -1], device),
-        "block_tables": [int32([[1, 2], [3, 4], [5, 6]], device)],
+        "query_start_loc": int32([0, 2, 4, 4]),
+        "num_sampled": int32([1, 5, 5]),
+        "num_rejected": int32([1, 0, 0]),
+        "idx_mapping": int32([1, -1, -1]),
+        "block_tables": [int32([[1, 2], [3, 4], [5, 6]])],
     }
-    rows = build_query(**batch)
+    rows = query_rows(device, batch)
     assert rows.context_positions.tolist() == [4, 0, 0, 0, 0, 0, 0]
     assert rows.context_slot_mappings[0].tolist() == [14, -1, -1, -1, -1, -1, -1]
     assert rows.query_input_ids.tolist() == [99, MASK, MASK] + [0] * 6
@@ -215,7 +221,7 @@ def test_padding_and_tail_of_a_bucket(device):
 @pytest.mark.parametrize("positions,num_rejected", [([10, 11], 2), ([], 0), ([10, 11], 5)])
 def test_a_request_without_a_valid_row_is_padded(device, positions, num_rejected):
     """Nothing is read before its first row, even in row 0 of the batch."""
-    rows = build_query(**one_request(device, positions, num_rejected, [[9, 3]], [10]))
+    rows = query_rows(device, one_request(positions, num_rejected, [[9, 3]], [10]))
     assert rows.context_positions.tolist() == [0] * len(positions)
     assert rows.context_slot_mappings[0].tolist() == [-1] * len(positions)
     assert rows.query_input_ids.tolist() == rows.query_positions.tolist() == [0, 0, 0]
@@ -228,7 +234,7 @@ def test_a_request_without_a_valid_row_is_padded(device, positions, num_rejected
 def test_null_blocks_and_short_tables_store_nothing(device):
     """Block 0 is never written, in the group whose block it is (trap 7)."""
     tables = [[0, 3], [2, 0], [2]]
-    rows = build_query(**one_request(device, [2, 3], 0, tables, [4, 4, 4]))
+    rows = query_rows(device, one_request([2, 3], 0, tables, [4, 4, 4]))
     assert [t.tolist() for t in rows.context_slot_mappings] == [[-1, -1], [10, 11], [10, 11]]
     expected = [[12, 13, 14], [-1, -1, -1], [-1, -1, -1]]
     assert [t.tolist() for t in rows.query_slot_mappings] == expected
@@ -247,7 +253,7 @@ def test_null_blocks_and_short_tables_store_nothing(device):
 def test_the_end_of_the_context(device, last, positions, slots, seq_len):
     """Up to a prompt as long as max_model_len (traps 11, 12, 25); the table has spare columns."""
     changes = {"max_model_len": 16}
-    rows = build_query(**one_request(device, [last], 0, [[9, 3, 7, 7]], [10], **changes))
+    rows = query_rows(device, one_request([last], 0, [[9, 3, 7, 7]], [10], **changes))
     assert rows.query_positions.tolist() == positions
     assert rows.query_slot_mappings[0].tolist() == slots
     assert rows.query_seq_lens.tolist() == [seq_len]
@@ -258,17 +264,17 @@ def test_the_end_of_the_context(device, last, positions, slots, seq_len):
 @pytest.mark.parametrize("device", DEVICES)
 def test_one_token_prompts_with_more_query_rows_than_context_rows(device):
     """Traps 22 and 25: 4 context rows, 64 query rows."""
-    batch = one_request(device, [0, 0, 0, 0], 0, [[1]], [16], num_speculative_tokens=15)
+    batch = one_request([0, 0, 0, 0], 0, [[1]], [16], num_speculative_tokens=15)
     batch |= {
-        "query_start_loc": int32([0, 1, 2, 3, 4], device),
-        "num_sampled": int32([1] * 4, device),
-        "num_rejected": int32([0] * 4, device),
-        "last_sampled": int64([5, 6, 7, 8], device),
-        "next_prefill_tokens": int64([0] * 4, device),
-        "idx_mapping": int32([3, 2, 1, 0], device),
-        "block_tables": [int32([[1, 0], [2, 5], [3, 0], [4, 6]], device)],
+        "query_start_loc": int32([0, 1, 2, 3, 4]),
+        "num_sampled": int32([1] * 4),
+        "num_rejected": int32([0] * 4),
+        "last_sampled": int64([5, 6, 7, 8]),
+        "next_prefill_tokens": int64([0] * 4),
+        "idx_mapping": int32([3, 2, 1, 0]),
+        "block_tables": [int32([[1, 0], [2, 5], [3, 0], [4, 6]])],
     }
-    rows = build_query(**batch)
+    rows = query_rows(device, batch)
     assert rows.context_slot_mappings[0].tolist() == [16, 32, 48, 64]
     assert rows.query_input_ids[::16].tolist() == [8, 7, 6, 5]
     assert rows.query_positions.tolist() == list(range(1, 17)) * 4
@@ -283,13 +289,13 @@ def test_build_query_strided_and_empty(device):
     batch = random_batch(torch.Generator().manual_seed(1), 5, 4, *sizes)
     expected = build_query_reference(**batch)
     batch = on(device, batch)
-    batch["block_tables"] = [
-        torch.cat([t, t], dim=1)[:, : t.shape[1]] for t in batch["block_tables"]
-    ]
-    assert_fields_equal(build_query(**batch), expected)
+    wide = [torch.cat([table, table], dim=1) for table in batch["block_tables"]]
+    batch["block_tables"] = [table[:, : table.shape[1] // 2] for table in wide]
+    rows = poisoned_like(expected, device)
+    build_query(**batch, **rows._asdict())
+    assert_fields_equal(rows, expected)
 
-    empty = on(device, random_batch(torch.Generator(), 0, 0, *sizes))
-    rows = build_query(**empty)
+    rows = query_rows(device, random_batch(torch.Generator(), 0, 0, *sizes))
     assert rows.draft_query_start_loc.tolist() == [0]
     assert rows.context_positions.tolist() == [0, 0]
     assert [t.tolist() for t in rows.context_slot_mappings] == [[-1, -1], [-1, -1]]
@@ -310,18 +316,25 @@ def test_build_query_strided_and_empty(device):
         ),
         ({"kv_block_sizes": [0]}, r"kv_block_sizes\[0\]: expected 1..2147483647, got 0"),
         ({"block_tables": [int64([[1]])]}, r"block_tables\[0\]: expected int32, got int64"),
+        ({"query_input_ids": int64([0])}, r"query_input_ids: expected shape \[3\], got \[1\]"),
         (
-            {"rows": QueryRows.allocate(2, 1, 2, 1, "cpu", sample_from_anchor=True)},
-            r"query_input_ids: expected shape \[3\], got \[2\]",
+            {"query_slot_mappings": []},
+            r"query_slot_mappings: expected 1 \(one per block table\), got 0",
+        ),
+        (
+            {"context_slot_mappings": [int64([0])]},
+            r"context_slot_mappings\[0\]: expected shape \[2\], got \[1\]",
         ),
     ],
 )
 def test_build_query_refuses_bad_input(change, message):
+    batch = one_request([10, 11], 0, [[9, 3]], [10])
+    arguments = batch | build_query_reference(**batch)._asdict() | change
     with pytest.raises(RuntimeError, match=message):
-        build_query(**one_request("cpu", [10, 11], 0, [[9, 3]], [10]) | change)
+        build_query(**arguments)
 
 
 def test_build_query_opcheck():
     batch = random_batch(torch.Generator(), 3, 2, [4, 16], 3, 50, False, 6, 2)
-    rows = QueryRows.allocate(len(batch["target_positions"]), 3, 3, 2, "cpu")
+    rows = poisoned_like(build_query_reference(**batch), "cpu")
     torch.library.opcheck(torch.ops.dflash.build_query.default, (*batch.values(), *rows))

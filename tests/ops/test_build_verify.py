@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash.ops.build_verify import VerifyRows, build_verify, build_verify_reference
+from dflash.ops.build_verify import build_verify, build_verify_reference
 
 from .batches import (
     assert_fields_equal,
@@ -13,10 +13,18 @@ from .batches import (
     int64,
     integers,
     on,
+    poisoned_like,
     random_block_table,
     random_idx_mapping,
 )
 from .support import DEVICES
+
+
+def verify_rows(device, **batch):
+    """The op's outputs in fresh buffers, shaped by the reference."""
+    rows = poisoned_like(build_verify_reference(**batch), device)
+    build_verify(**on(device, batch), **rows._asdict())
+    return rows
 
 
 def random_batch(rng, num_reqs, num_live, num_draft, kv_block_size, max_model_len, num_columns):
@@ -34,12 +42,13 @@ def random_batch(rng, num_reqs, num_live, num_draft, kv_block_size, max_model_le
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_build_verify_vector(device):
-    rows = build_verify(
-        idx_mapping=int32([2, 0, -1], device),
-        seq_lens=int32([6, 0, 3], device),
-        last_sampled=int64([70, -5, 99], device),
-        draft_tokens=int64([[71, -1], [-5, -5], [11, 12]], device),
-        block_table=int32([[5, 6], [7, 0], [8, 9]], device),
+    rows = verify_rows(
+        device,
+        idx_mapping=int32([2, 0, -1]),
+        seq_lens=int32([6, 0, 3]),
+        last_sampled=int64([70, -5, 99]),
+        draft_tokens=int64([[71, -1], [-5, -5], [11, 12]]),
+        block_table=int32([[5, 6], [7, 0], [8, 9]]),
         kv_block_size=4,
         max_model_len=100,
     )
@@ -60,7 +69,8 @@ def test_build_verify_equals_reference(device, num_draft, kv_block_size):
         batch = random_batch(rng, num_reqs, num_live, num_draft, kv_block_size, 100, 7)
         expected = build_verify_reference(**batch)
         rows, check_guards = guarded_like(expected, device)
-        assert_fields_equal(build_verify(**on(device, batch), rows=rows), expected)
+        build_verify(**on(device, batch), **rows._asdict())
+        assert_fields_equal(rows, expected)
         check_guards()
 
 
@@ -82,7 +92,7 @@ def test_build_verify_property(
     num_live = max(0, num_reqs - num_padded)
     sizes = (num_draft, kv_block_size, max_model_len, num_columns)
     batch = random_batch(rng, num_reqs, num_live, *sizes)
-    assert_fields_equal(build_verify(**on(device, batch)), build_verify_reference(**batch))
+    assert_fields_equal(verify_rows(device, **batch), build_verify_reference(**batch))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -91,13 +101,14 @@ def test_slots_follow_the_table_over_block_edges(device, kv_block_size):
     """Every draft accepted, step after step (trap 4): slots are those of consecutive positions."""
     num_draft, num_steps = 4, 12
     num_columns = -(-64 // kv_block_size)
-    table = torch.arange(num_columns, 0, -1, dtype=torch.int32, device=device)[None]
+    table = torch.arange(num_columns, 0, -1, dtype=torch.int32)[None]
     for s in range(0, num_steps * (num_draft + 1), num_draft + 1):
-        rows = build_verify(
-            idx_mapping=int32([0], device),
-            seq_lens=int32([s], device),
-            last_sampled=int64([1], device),
-            draft_tokens=int64([[2] * num_draft], device),
+        rows = verify_rows(
+            device,
+            idx_mapping=int32([0]),
+            seq_lens=int32([s]),
+            last_sampled=int64([1]),
+            draft_tokens=int64([[2] * num_draft]),
             block_table=table,
             kv_block_size=kv_block_size,
             max_model_len=64,
@@ -112,12 +123,13 @@ def test_slots_follow_the_table_over_block_edges(device, kv_block_size):
 @pytest.mark.parametrize("device", DEVICES)
 def test_padded_rows_are_inert(device):
     """A padded request reads and writes nothing, whatever the block table says (trap 6)."""
-    rows = build_verify(
-        idx_mapping=int32([-1, -1], device),
-        seq_lens=int32([9], device),
-        last_sampled=int64([9], device),
-        draft_tokens=int64([[9]], device),
-        block_table=int32([[3], [4]], device),
+    rows = verify_rows(
+        device,
+        idx_mapping=int32([-1, -1]),
+        seq_lens=int32([9]),
+        last_sampled=int64([9]),
+        draft_tokens=int64([[9]]),
+        block_table=int32([[3], [4]]),
         kv_block_size=16,
         max_model_len=16,
     )
@@ -130,12 +142,13 @@ def test_padded_rows_are_inert(device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_block_that_crosses_max_model_len(device):
     """Clamped positions, slots -1, and a causal length that is not clamped (traps 11, 12)."""
-    rows = build_verify(
-        idx_mapping=int32([0, 1], device),
-        seq_lens=int32([14, 15], device),
-        last_sampled=int64([1, 1], device),
-        draft_tokens=int64([[2, 3, 4], [2, 3, 4]], device),
-        block_table=int32([[1, 2], [3, 4]], device),  # the table is longer than max_model_len
+    rows = verify_rows(
+        device,
+        idx_mapping=int32([0, 1]),
+        seq_lens=int32([14, 15]),
+        last_sampled=int64([1, 1]),
+        draft_tokens=int64([[2, 3, 4], [2, 3, 4]]),
+        block_table=int32([[1, 2], [3, 4]]),  # the table is longer than max_model_len
         kv_block_size=10,
         max_model_len=16,
     )
@@ -147,12 +160,13 @@ def test_a_block_that_crosses_max_model_len(device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_one_token_prompts(device):
     """s = 0: the bonus is the only prompt token (trap 25)."""
-    rows = build_verify(
-        idx_mapping=int32([0], device),
-        seq_lens=int32([0], device),
-        last_sampled=int64([42], device),
-        draft_tokens=torch.empty(1, 0, dtype=torch.int64, device=device),
-        block_table=int32([[1]], device),
+    rows = verify_rows(
+        device,
+        idx_mapping=int32([0]),
+        seq_lens=int32([0]),
+        last_sampled=int64([42]),
+        draft_tokens=torch.empty(1, 0, dtype=torch.int64),
+        block_table=int32([[1]]),
         kv_block_size=1,
         max_model_len=1,
     )
@@ -169,10 +183,11 @@ def test_build_verify_strided_and_empty(device):
         wide = torch.cat([batch[name]] * 2, dim=1)
         batch[name] = wide[:, : batch[name].shape[1]]
         assert not batch[name].is_contiguous()
-    assert_fields_equal(build_verify(**batch), expected)
+    rows = poisoned_like(expected, device)
+    build_verify(**batch, **rows._asdict())
+    assert_fields_equal(rows, expected)
 
-    empty = on(device, random_batch(torch.Generator(), 0, 0, 3, 4, 50, 6))
-    rows = build_verify(**empty)
+    rows = verify_rows(device, **random_batch(torch.Generator(), 0, 0, 3, 4, 50, 6))
     assert rows.query_start_loc.tolist() == [0]
     assert rows.input_ids.numel() == rows.query_seq_lens.numel() == 0
 
@@ -186,16 +201,17 @@ def test_build_verify_strided_and_empty(device):
         ({"kv_block_size": 0}, "kv_block_size: expected 1..2147483647, got 0"),
         ({"max_model_len": -1}, "max_model_len: expected 1..2147483647, got -1"),
         ({"idx_mapping": int32(range(10))[::2]}, "idx_mapping: the last dimension must be contig"),
-        ({"rows": VerifyRows.allocate(5, 2, "cpu")}, r"input_ids: expected shape \[20\]"),
+        ({"input_ids": int64([0])}, r"input_ids: expected shape \[20\], got \[1\]"),
     ],
 )
 def test_build_verify_refuses_bad_input(change, message):
     batch = random_batch(torch.Generator(), 5, 5, 3, 4, 50, 6)
+    arguments = batch | build_verify_reference(**batch)._asdict() | change
     with pytest.raises(RuntimeError, match=message):
-        build_verify(**batch | change)
+        build_verify(**arguments)
 
 
 def test_build_verify_opcheck():
     batch = random_batch(torch.Generator(), 3, 2, 3, 4, 50, 6)
-    rows = VerifyRows.allocate(3, 3, "cpu")
+    rows = poisoned_like(build_verify_reference(**batch), "cpu")
     torch.library.opcheck(torch.ops.dflash.build_verify.default, (*batch.values(), *rows))

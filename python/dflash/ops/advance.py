@@ -9,42 +9,15 @@ RUNNING, STOP_TOKEN, LENGTH = 0, 1, 2
 """Values of `finished`."""
 
 
-class RequestState(NamedTuple):
-    """Device state of S requests, and the ring in which the host reads what became of them."""
+class AdvancedState(NamedTuple):
+    """What advance changes."""
 
     seq_lens: torch.Tensor
-    """[S] int32: committed tokens whose K/V exist, the position of the bonus."""
     last_sampled: torch.Tensor
-    """[S] int64: the bonus."""
     tokens_left: torch.Tensor
-    """[S] int32: tokens the request may still commit."""
     finished: torch.Tensor
-    """[S] int32: RUNNING, STOP_TOKEN or LENGTH."""
     step: torch.Tensor
-    """[1] int64: steps taken."""
     output_ring: torch.Tensor
-    """[ring, S, 3 + C] int64: step, num_sampled, finished, then tokens padded with -1; any strides
-    over a contiguous last dimension."""
-
-    @staticmethod
-    def allocate(
-        num_states: int, num_columns: int, ring: int, device: torch.device | str
-    ) -> RequestState:
-        """State of num_states empty requests at step 0; the ring holds -1."""
-
-        def zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(count, dtype=dtype, device=device)
-
-        return RequestState(
-            seq_lens=zeros(num_states, torch.int32),
-            last_sampled=zeros(num_states, torch.int64),
-            tokens_left=zeros(num_states, torch.int32),
-            finished=zeros(num_states, torch.int32),
-            step=zeros(1, torch.int64),
-            output_ring=torch.full(
-                (ring, num_states, 3 + num_columns), -1, dtype=torch.int64, device=device
-            ),
-        )
 
 
 def advance(
@@ -52,8 +25,13 @@ def advance(
     num_sampled: torch.Tensor,
     idx_mapping: torch.Tensor,
     stop_token_ids: torch.Tensor | None,
-    state: RequestState,
-) -> RequestState:
+    seq_lens: torch.Tensor,
+    last_sampled: torch.Tensor,
+    tokens_left: torch.Tensor,
+    finished: torch.Tensor,
+    step: torch.Tensor,
+    output_ring: torch.Tensor,
+) -> None:
     """Commits what was sampled to the state, in place.
 
     For a request with num_sampled > 0: seq_lens += num_sampled, tokens_left -= num_sampled,
@@ -66,13 +44,26 @@ def advance(
         num_sampled: [R] int32, at most C; a stop token can only be the last of them.
         idx_mapping: [R] int32, batch row -> state row, each at most once; -1 = padded request.
         stop_token_ids: [S, K] int64, any row stride; -1 = unused.
-        state: read and written.
-
-    Returns:
-        state.
+        seq_lens: state, [S] int32: committed tokens whose K/V exist, the position of the bonus.
+        last_sampled: state, [S] int64: the bonus.
+        tokens_left: state, [S] int32: tokens the request may still commit.
+        finished: state, [S] int32: RUNNING, STOP_TOKEN or LENGTH.
+        step: state, [1] int64: steps taken.
+        output_ring: state, [ring, S, 3 + C] int64: step, num_sampled, finished, then tokens padded
+            with -1; any strides over a contiguous last dimension.
     """
-    torch.ops.dflash.advance(sampled_token_ids, num_sampled, idx_mapping, stop_token_ids, *state)
-    return state
+    torch.ops.dflash.advance(
+        sampled_token_ids,
+        num_sampled,
+        idx_mapping,
+        stop_token_ids,
+        seq_lens,
+        last_sampled,
+        tokens_left,
+        finished,
+        step,
+        output_ring,
+    )
 
 
 @torch.library.register_fake("dflash::advance")
@@ -96,12 +87,17 @@ def advance_reference(
     num_sampled: torch.Tensor,
     idx_mapping: torch.Tensor,
     stop_token_ids: torch.Tensor | None,
-    state: RequestState,
-) -> RequestState:
+    seq_lens: torch.Tensor,
+    last_sampled: torch.Tensor,
+    tokens_left: torch.Tensor,
+    finished: torch.Tensor,
+    step: torch.Tensor,
+    output_ring: torch.Tensor,
+) -> AdvancedState:
     """A new state by the same rules in plain Python; never serves."""
-    new = RequestState(*(tensor.clone() for tensor in state))
-    step = int(state.step)
-    entry = new.output_ring[step % len(new.output_ring)]
+    state = (seq_lens, last_sampled, tokens_left, finished, step, output_ring)
+    new = AdvancedState(*(tensor.clone() for tensor in state))
+    entry = new.output_ring[int(step) % len(output_ring)]
     for r, row in enumerate(idx_mapping.tolist()):
         if row < 0:
             continue
@@ -114,7 +110,7 @@ def advance_reference(
             out_of_tokens = LENGTH if new.tokens_left[row] <= 0 else RUNNING
             new.finished[row] = STOP_TOKEN if tokens[-1] in stops else out_of_tokens
         padding = [-1] * (sampled_token_ids.shape[1] - len(tokens))
-        values = [step, len(tokens), int(new.finished[row]), *tokens, *padding]
+        values = [int(step), len(tokens), int(new.finished[row]), *tokens, *padding]
         entry[row] = torch.tensor(values, device=entry.device)
     new.step.add_(1)
     return new

@@ -7,61 +7,18 @@ import torch
 
 
 class QueryRows(NamedTuple):
-    """What the drafter reads; T context rows, R requests of num_query_per_req query rows each.
-
-    num_query_per_req is N + 1, or N with sample_from_anchor. A request is padded when its map is -1
-    or none of its context rows is valid.
-    """
+    """The outputs of build_query."""
 
     context_positions: torch.Tensor
-    """[T] int64; 0 in rejected, padded and tail rows."""
     context_slot_mappings: list[torch.Tensor]
-    """[T] int64 for each K/V group; -1 = not stored."""
     query_input_ids: torch.Tensor
-    """[R * num_query_per_req] int64: the bonus, then masks; 0 in padded rows."""
     query_positions: torch.Tensor
-    """[R * num_query_per_req] int64, clamped to max_model_len - 1; 0 in padded rows."""
     query_slot_mappings: list[torch.Tensor]
-    """[R * num_query_per_req] int64 for each K/V group; -1 = not stored."""
     query_seq_lens: torch.Tensor
-    """[R] int32: context and block, at most max_model_len; 0 for a padded request."""
     draft_query_start_loc: torch.Tensor
-    """[R + 1] int32: r * num_query_per_req, padded requests included."""
     sample_rows: torch.Tensor
-    """[R * N] int64: the query row whose output is sampled, also for padded requests."""
     sample_positions: torch.Tensor
-    """[R * N] int64: the position of the token predicted, not clamped; 0 in padded rows."""
     sample_idx_mapping: torch.Tensor
-    """[R * N] int32: the state row; -1 in padded rows."""
-
-    @staticmethod
-    def allocate(
-        num_context_rows: int,
-        num_reqs: int,
-        num_speculative_tokens: int,
-        num_groups: int,
-        device: torch.device | str,
-        sample_from_anchor: bool = False,
-    ) -> QueryRows:
-        """Buffers of a bucket, not initialised."""
-
-        def empty(count: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.empty(count, dtype=dtype, device=device)
-
-        num_query_rows = num_reqs * (num_speculative_tokens + (not sample_from_anchor))
-        num_sample_rows = num_reqs * num_speculative_tokens
-        return QueryRows(
-            context_positions=empty(num_context_rows, torch.int64),
-            context_slot_mappings=[empty(num_context_rows, torch.int64) for _ in range(num_groups)],
-            query_input_ids=empty(num_query_rows, torch.int64),
-            query_positions=empty(num_query_rows, torch.int64),
-            query_slot_mappings=[empty(num_query_rows, torch.int64) for _ in range(num_groups)],
-            query_seq_lens=empty(num_reqs, torch.int32),
-            draft_query_start_loc=empty(num_reqs + 1, torch.int32),
-            sample_rows=empty(num_sample_rows, torch.int64),
-            sample_positions=empty(num_sample_rows, torch.int64),
-            sample_idx_mapping=empty(num_sample_rows, torch.int32),
-        )
 
 
 def build_query(
@@ -77,15 +34,25 @@ def build_query(
     num_speculative_tokens: int,
     mask_token_id: int,
     max_model_len: int,
-    sample_from_anchor: bool = False,
-    rows: QueryRows | None = None,
-) -> QueryRows:
+    sample_from_anchor: bool,
+    context_positions: torch.Tensor,
+    context_slot_mappings: list[torch.Tensor],
+    query_input_ids: torch.Tensor,
+    query_positions: torch.Tensor,
+    query_slot_mappings: list[torch.Tensor],
+    query_seq_lens: torch.Tensor,
+    draft_query_start_loc: torch.Tensor,
+    sample_rows: torch.Tensor,
+    sample_positions: torch.Tensor,
+    sample_idx_mapping: torch.Tensor,
+) -> None:
     """Context rows and query block of the drafter, from the rows the target has just computed.
 
     Row t of request r is valid when t < query_start_loc[r + 1] - num_rejected[r]: it keeps its
-    position and gets a slot in every K/V group. The query block [bonus, mask x N] starts right
-    after the last valid position p: query_seq_lens = min(p + 1 + num_query_per_req, max_model_len).
-    A slot is -1 past max_model_len, past the table and in the null block (0).
+    position and gets a slot in every K/V group. The query block [bonus, mask x N] of Q rows starts
+    right after the last valid position. Q = N + 1, or N with sample_from_anchor. A slot is -1 past
+    max_model_len, past the table and in the null block (0). A request is padded when its map is -1
+    or none of its rows is valid.
 
     Args:
         target_positions: [T] int64; rows from query_start_loc[R] on are a bucket's tail.
@@ -101,20 +68,19 @@ def build_query(
         mask_token_id: id of the positions to fill in.
         max_model_len: positions a request may use.
         sample_from_anchor: the block has N rows, and row j predicts the position after its own.
-        rows: outputs; allocated when absent.
-
-    Returns:
-        rows.
+        context_positions: output, [T] int64; 0 in rejected, padded and tail rows.
+        context_slot_mappings: outputs, [T] int64 for each group; -1 = not stored.
+        query_input_ids: output, [R * Q] int64: the bonus, then masks; 0 in padded rows.
+        query_positions: output, [R * Q] int64, clamped to max_model_len - 1; 0 in padded rows.
+        query_slot_mappings: outputs, [R * Q] int64 for each group; -1 = not stored.
+        query_seq_lens: output, [R] int32: min(last valid position + 1 + Q, max_model_len); 0 for a
+            padded request.
+        draft_query_start_loc: output, [R + 1] int32: r * Q, padded requests included.
+        sample_rows: output, [R * N] int64: the query row to sample from, also in padded requests.
+        sample_positions: output, [R * N] int64: the position of the token predicted, not clamped
+            (it keys the noise); 0 in padded rows.
+        sample_idx_mapping: output, [R * N] int32: the state row; -1 in padded rows.
     """
-    if rows is None:
-        rows = QueryRows.allocate(
-            target_positions.shape[0],
-            idx_mapping.shape[0],
-            num_speculative_tokens,
-            len(block_tables),
-            idx_mapping.device,
-            sample_from_anchor,
-        )
     torch.ops.dflash.build_query(
         target_positions,
         query_start_loc,
@@ -129,9 +95,17 @@ def build_query(
         mask_token_id,
         max_model_len,
         sample_from_anchor,
-        *rows,
+        context_positions,
+        context_slot_mappings,
+        query_input_ids,
+        query_positions,
+        query_slot_mappings,
+        query_seq_lens,
+        draft_query_start_loc,
+        sample_rows,
+        sample_positions,
+        sample_idx_mapping,
     )
-    return rows
 
 
 @torch.library.register_fake("dflash::build_query")
@@ -176,7 +150,7 @@ def build_query_reference(
     num_speculative_tokens: int,
     mask_token_id: int,
     max_model_len: int,
-    sample_from_anchor: bool = False,
+    sample_from_anchor: bool,
 ) -> QueryRows:
     """The same in plain Python, request by request, over a padded bucket; never serves."""
     num_reqs, num_groups = len(idx_mapping), len(block_tables)

@@ -7,29 +7,13 @@ import torch
 
 
 class VerifyRows(NamedTuple):
-    """What the target's verify pass reads; R requests of Q = N + 1 rows each."""
+    """The outputs of build_verify."""
 
     input_ids: torch.Tensor
-    """[R * Q] int64: the bonus, then the drafts (0 for an absent one); 0 in padded rows."""
     positions: torch.Tensor
-    """[R * Q] int64, clamped to max_model_len - 1; 0 in padded rows."""
     slot_mapping: torch.Tensor
-    """[R * Q] int64; -1 = not stored."""
     query_seq_lens: torch.Tensor
-    """[R] int32: s + Q, not clamped, so that causal alignment is right; 0 for a padded request."""
     query_start_loc: torch.Tensor
-    """[R + 1] int32: r * Q, padded requests included."""
-
-    @staticmethod
-    def allocate(num_reqs: int, num_draft_tokens: int, device: torch.device | str) -> VerifyRows:
-        """Buffers of num_reqs requests with num_draft_tokens drafts each, not initialised."""
-        num_rows = num_reqs * (num_draft_tokens + 1)
-        ids, positions, slots = (
-            torch.empty(num_rows, dtype=torch.int64, device=device) for _ in range(3)
-        )
-        lengths = torch.empty(num_reqs, dtype=torch.int32, device=device)
-        offsets = torch.empty(num_reqs + 1, dtype=torch.int32, device=device)
-        return VerifyRows(ids, positions, slots, lengths, offsets)
 
 
 def build_verify(
@@ -40,9 +24,13 @@ def build_verify(
     block_table: torch.Tensor,
     kv_block_size: int,
     max_model_len: int,
-    rows: VerifyRows | None = None,
-) -> VerifyRows:
-    """Rows the target verifies: [bonus, d_1..d_N] of each request at positions s..s + N.
+    input_ids: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    query_seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+) -> None:
+    """Rows the target verifies: [bonus, d_1..d_N] of each request at positions s..s + N, Q = N + 1.
 
     Position p lies in slot block_table[r, p // kv_block_size] * kv_block_size + p % kv_block_size;
     -1 where p >= max_model_len, where the table has no such column, where the block is the null
@@ -56,13 +44,14 @@ def build_verify(
         block_table: [R, columns] int32 in batch order, any row stride.
         kv_block_size: slots of a block.
         max_model_len: positions a request may use.
-        rows: outputs; allocated when absent.
-
-    Returns:
-        rows.
+        input_ids: output, [R * Q] int64: the bonus, then the drafts; 0 for an absent draft and in
+            padded rows.
+        positions: output, [R * Q] int64, clamped to max_model_len - 1; 0 in padded rows.
+        slot_mapping: output, [R * Q] int64; -1 = not stored.
+        query_seq_lens: output, [R] int32: s + Q, not clamped, so that causal alignment is right; 0
+            for a padded request.
+        query_start_loc: output, [R + 1] int32: r * Q, padded requests included.
     """
-    if rows is None:
-        rows = VerifyRows.allocate(idx_mapping.shape[0], draft_tokens.shape[1], idx_mapping.device)
     torch.ops.dflash.build_verify(
         idx_mapping,
         seq_lens,
@@ -71,9 +60,12 @@ def build_verify(
         block_table,
         kv_block_size,
         max_model_len,
-        *rows,
+        input_ids,
+        positions,
+        slot_mapping,
+        query_seq_lens,
+        query_start_loc,
     )
-    return rows
 
 
 @torch.library.register_fake("dflash::build_verify")
