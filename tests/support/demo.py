@@ -4,24 +4,36 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dflash.checkpoints.demo import demo_target
+from dflash.checkpoints.demo import demo_draft, demo_target
+
+
+@cache
+def target_directory() -> Path:
+    """Fetched and dequantised once, into dflash's own cache."""
+    return demo_target()
+
+
+@cache
+def draft_directory() -> Path:
+    return demo_draft()
 
 
 @cache
 def transformers_target():
     """The demo target in float32."""
     return AutoModelForCausalLM.from_pretrained(
-        demo_target(), dtype=torch.float32, attn_implementation="sdpa"
+        target_directory(), dtype=torch.float32, attn_implementation="sdpa"
     ).eval()
 
 
 @cache
 def tokenizer():
-    return AutoTokenizer.from_pretrained(demo_target())
+    return AutoTokenizer.from_pretrained(target_directory())
 
 
 @torch.inference_mode()
