@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from tests.support import tiny
+from tests.support import engine, tiny
 from tests.support.runner import PairRunner
 
 TOKEN_IDS = [(5 * i + i // 3) % 32 for i in range(40)]
@@ -53,3 +56,49 @@ def test_rejected_rows_store_nothing(target, tmp_path):
             expected = torch.zeros_like(written)
             expected[runner.kv_block_size : runner.kv_block_size + 30] = True
             assert torch.equal(written, expected)
+
+
+def interleave(folder) -> None:
+    """Reorders q and k rows so that interleaved RoPE computes what rotating halves did."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if re.search(r"[qk]_(proj|norm)\.", name):
+            heads = tensor.view(-1, 2, 32, *tensor.shape[1:])  # head_dim 64: two halves
+            tensors[name] = heads.transpose(1, 2).reshape(tensor.shape).contiguous()
+    save_file(tensors, path, metadata={"format": "pt"})
+    tiny.edit_config(folder, is_neox_style=False)
+
+
+def test_interleaved_rope(target, tmp_path):
+    draft = tiny.make_draft(tmp_path, attention_bias=True)
+    expected = hidden_after(PairRunner(target, draft), TOKEN_IDS)
+    interleave(draft)
+    runner = PairRunner(target, draft)
+    assert not runner.drafter.config.decoder.rope.is_neox
+    torch.testing.assert_close(hidden_after(runner, TOKEN_IDS), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_own_head_and_embedding_are_used(target, tmp_path):
+    """A head over a reduced vocabulary, its own embedding, its own mask embedding."""
+    draft = tiny.make_draft(tmp_path)
+    path = draft / "model.safetensors"
+    generator = torch.Generator().manual_seed(3)
+    own = {
+        "embed_tokens.weight": torch.randn(32, 64, generator=generator),
+        "lm_head.weight": torch.randn(10, 64, generator=generator),
+        "d2t": torch.arange(10) * 2,  # token k of the drafter is token 3 k
+    }
+    save_file(load_file(path) | own, path, metadata={"format": "pt"})
+    tiny.edit_config(draft, draft_vocab_size=10)
+    runner = PairRunner(target, draft)
+    assert torch.equal(runner.drafter.lm_head, own["lm_head.weight"])
+    assert torch.equal(runner.drafter.embed_tokens, own["embed_tokens.weight"])
+    llm = engine.make_llm(target, draft, max_model_len=64)
+    recorder = engine.Recorder(llm)
+    llm.generate([TOKEN_IDS], engine.greedy_params(2))
+    proposal = recorder.proposals[0]
+    runner.observe(runner.verify(TOKEN_IDS)[1])
+    hidden = runner.draft(proposal.bonus, len(TOKEN_IDS), 3)
+    best = (hidden[1:] @ own["lm_head.weight"].T).argmax(-1)
+    assert proposal.proposed == (best + own["d2t"][best]).tolist()
