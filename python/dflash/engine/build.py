@@ -105,7 +105,7 @@ class EngineFacts:
 class Engine:
     core: Core
     facts: EngineFacts
-    model_dir: Path
+    model_dir: Path | None
 
 
 def resolve_device(device: str) -> torch.device:
@@ -155,7 +155,7 @@ def build_core(args: EngineArgs) -> Engine:
     if args.draft is not None:
         drafter = _load_drafter(args, target, settings)
     n = _num_speculative_tokens(args, target, drafter, device)
-    engine = _assemble(args, target, drafter, n, settings, model_dir)
+    engine = assemble(args, target, drafter, n, settings, model_dir)
     facts = engine.facts
     logger.info(
         "%s on %s: N = %d, max_model_len %d, %d cache blocks of %d, attention %s",
@@ -202,14 +202,15 @@ def _num_speculative_tokens(
     return requested
 
 
-def _assemble(
+def assemble(
     args: EngineArgs,
     target: Target,
     drafter: Drafter | None,
     n: int,
     settings: DecoderSettings,
-    model_dir: Path,
+    model_dir: Path | None,
 ) -> Engine:
+    """The engine over models that are in memory already; n = num_speculative_tokens, 0 without a drafter."""
     device, max_model_len = settings.device, settings.max_model_len
     num_query_per_req = n + 1
     max_rows = max(args.max_num_batched_tokens, args.max_num_seqs * num_query_per_req)
@@ -228,7 +229,13 @@ def _assemble(
     speculator, taps = None, None
     if drafter is not None:
         speculator = DFlashSpeculator(
-            drafter, n, max_rows, args.max_num_seqs, max_model_len, args.draft_sample_method
+            drafter,
+            n,
+            max_rows,
+            args.max_num_seqs,
+            max_model_len,
+            vocab_size,
+            args.draft_sample_method,
         )
         width = len(speculator.target_layer_ids) * target.config.decoder.hidden_size
         buffer = torch.zeros(max_rows, width, dtype=settings.dtype, device=device)

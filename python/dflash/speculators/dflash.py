@@ -21,6 +21,7 @@ class DFlashSpeculator:
         num_speculative_tokens: N; a query block has N + 1 rows.
         max_rows, max_reqs: largest batch.
         max_model_len: positions are clamped to it.
+        target_vocab_size: ids the target knows; a drafter padded further never proposes past them.
         sample_method: "greedy" (argmax) or "gumbel" (a sample of q, recorded for the acceptance).
     """
 
@@ -31,12 +32,16 @@ class DFlashSpeculator:
         max_rows: int,
         max_reqs: int,
         max_model_len: int,
+        target_vocab_size: int,
         sample_method: str = "greedy",
     ) -> None:
         self.drafter = drafter
         self.num_speculative_tokens = num_speculative_tokens
         self.num_query_per_req = num_speculative_tokens + 1
         self.max_model_len = max_model_len
+        self.vocab_size = drafter.config.draft_vocab_size or min(
+            drafter.config.decoder.vocab_size, drafter.lm_head.shape[0], target_vocab_size
+        )
         self.sample_method = sample_method
         device = drafter.fc.device
         self.buffers = DraftBuffers.allocate(max_rows, max_reqs, num_speculative_tokens, device)
@@ -113,7 +118,7 @@ class DFlashSpeculator:
             b.sample_idx_mapping[:samples],
             temperatures=state.temperatures if gumbel else None,
             seeds=state.seeds if gumbel else None,
-            vocab_size=config.draft_vocab_size or min(config.decoder.vocab_size, logits.shape[1]),
+            vocab_size=self.vocab_size,
             logit_scale=config.logit_scale,
             d2t=self.drafter.d2t,
             draft_tokens=state.draft_tokens,
