@@ -7,8 +7,10 @@
 
 #include "dtype.h"
 
-#if defined(__CUDACC__) || defined(__clang__)
+#if defined(__CUDA_ARCH__) || defined(__clang__)
 #define DFLASH_UNROLL _Pragma("unroll")
+#elif defined(__CUDACC__)
+#define DFLASH_UNROLL
 #else
 #define DFLASH_UNROLL _Pragma("GCC unroll 16")
 #endif
@@ -59,7 +61,10 @@ DFLASH_HOST_DEVICE Philox4 stream_words(const NoiseKey& key, uint32_t quad) {
 }
 
 DFLASH_HOST_DEVICE uint32_t stream_word(const NoiseKey& key, int64_t token) {
-  return stream_words(key, static_cast<uint32_t>(token >> 2)).x[token & 3];
+  const Philox4 words = stream_words(key, static_cast<uint32_t>(token >> 2));
+  const uint32_t low = token & 1 ? words.x[1] : words.x[0];
+  const uint32_t high = token & 1 ? words.x[3] : words.x[2];
+  return token & 2 ? high : low;
 }
 
 // Uniform in (0, 1): 2^-33 .. 1 - 2^-24. The halves are converted apart because signed conversions vectorise; their
