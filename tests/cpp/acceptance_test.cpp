@@ -15,7 +15,8 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 const float kNan = std::nanf("");
 
 TEST(Argmax, KeysOrderAsFloatsDo) {
-  const float ascending[] = {-kInfinity, -3e38f, -1.0f, -1e-40f, 0.0f, 1e-40f, 1.0f, 3e38f, kInfinity};
+  const float ascending[] = {-kInfinity, -3e38f, -1.0f, -1e-40f,  0.0f,
+                             1e-40f,     1.0f,   3e38f, kInfinity};
   for (size_t i = 1; i < std::size(ascending); ++i) {
     EXPECT_LT(argmax_key(ascending[i - 1], 0), argmax_key(ascending[i], 0xfffffffe));
   }

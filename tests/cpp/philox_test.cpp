@@ -37,12 +37,13 @@ TEST(Philox, EveryPartOfTheKeyCounts) {
   const NoiseKey base{Stream::kDraft, 3, 7, 11};
   std::set<uint32_t> words{stream_word(base, 0)};
   const int64_t high = int64_t{1} << 40;
-  const NoiseKey others[] = {
-      {Stream::kTarget, 3, 7, 11},     {Stream::kAcceptance, 3, 7, 11}, {Stream::kResidual, 3, 7, 11},
-      {Stream::kDraft, 4, 7, 11},      {Stream::kDraft, 3, 8, 11},      {Stream::kDraft, 3, 7 + high, 11},
-      {Stream::kDraft, 3, 7, 12},      {Stream::kDraft, 3, 7, 11 + high}};
+  const NoiseKey others[] = {{Stream::kTarget, 3, 7, 11},   {Stream::kAcceptance, 3, 7, 11},
+                             {Stream::kResidual, 3, 7, 11}, {Stream::kDraft, 4, 7, 11},
+                             {Stream::kDraft, 3, 8, 11},    {Stream::kDraft, 3, 7 + high, 11},
+                             {Stream::kDraft, 3, 7, 12},    {Stream::kDraft, 3, 7, 11 + high}};
   for (const NoiseKey& key : others) EXPECT_TRUE(words.insert(stream_word(key, 0)).second);
-  for (int64_t token = 1; token < 100; ++token) EXPECT_TRUE(words.insert(stream_word(base, token)).second);
+  for (int64_t token = 1; token < 100; ++token)
+    EXPECT_TRUE(words.insert(stream_word(base, token)).second);
 }
 
 TEST(Philox, AQuadHoldsTheWordsOfFourTokens) {
@@ -73,7 +74,8 @@ void expect_precise(uint32_t word) {
 TEST(Noise, LogarithmsArePrecise) {
   for (uint32_t word = 0; word < 3000; ++word) expect_precise(word);
   for (uint32_t word = 0; word < 3000; ++word) expect_precise(0xffffffffu - word);
-  for (uint64_t word = 0; word < (uint64_t{1} << 32); word += 99991) expect_precise(static_cast<uint32_t>(word));
+  for (uint64_t word = 0; word < (uint64_t{1} << 32); word += 99991)
+    expect_precise(static_cast<uint32_t>(word));
 }
 
 TEST(Noise, MomentsOfTheStandardExponential) {

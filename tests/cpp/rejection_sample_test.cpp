@@ -45,8 +45,8 @@ TEST_P(RejectionSample, EqualsTheOracle) {
 
 INSTANTIATE_TEST_SUITE_P(
     Methods, RejectionSample,
-    ::testing::Combine(::testing::Values(RejectionMethod::kMatch, RejectionMethod::kStandard, RejectionMethod::kBlock,
-                                         RejectionMethod::kSynthetic),
+    ::testing::Combine(::testing::Values(RejectionMethod::kMatch, RejectionMethod::kStandard,
+                                         RejectionMethod::kBlock, RejectionMethod::kSynthetic),
                        ::testing::Bool(), ::testing::Values(1, 7, 1023, 1025, 5001)));
 
 }  // namespace

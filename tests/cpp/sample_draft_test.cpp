@@ -31,12 +31,15 @@ TEST_P(SampleDraft, EqualsTheOracle) {
     const std::vector<float> stored(begin, begin + c.target_vocab_size);
     const bool padded = c.idx_mapping[row] < 0;
     EXPECT_EQ(tokens[row], padded ? 77 : c.expected(row, reduced)) << row;
-    EXPECT_EQ(stored, padded ? std::vector<float>(stored.size(), 77.0f) : c.expected_record(row, reduced)) << row;
+    EXPECT_EQ(stored,
+              padded ? std::vector<float>(stored.size(), 77.0f) : c.expected_record(row, reduced))
+        << row;
   }
 }
 
 INSTANTIATE_TEST_SUITE_P(Sizes, SampleDraft,
-                         ::testing::Combine(::testing::Bool(), ::testing::Values(1, 7, 1024, 4097, 5001)));
+                         ::testing::Combine(::testing::Bool(),
+                                            ::testing::Values(1, 7, 1024, 4097, 5001)));
 
 }  // namespace
 }  // namespace dflash

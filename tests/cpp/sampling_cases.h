@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Random batches of the two samplers in host memory and what must come of them, in double: shared by the tests of the
-// CPU twins and of the kernels.
+// Random batches of the two samplers in host memory and what must come of them, in double: shared
+// by the tests of the CPU twins and of the kernels.
 #pragma once
 
 #include <algorithm>
@@ -16,14 +16,17 @@ namespace dflash::testing {
 
 using Row = std::vector<double>;
 
-inline int64_t first_argmax(const Row& row) { return std::max_element(row.begin(), row.end()) - row.begin(); }
+inline int64_t first_argmax(const Row& row) {
+  return std::max_element(row.begin(), row.end()) - row.begin();
+}
 
 inline double exponential(const NoiseKey& key, int64_t token) {
   return -std::log1p(-static_cast<double>(uniform_from_word(stream_word(key, token))));
 }
 
 inline int64_t gumbel_argmax(Row row, const NoiseKey& key) {
-  for (size_t v = 0; v < row.size(); ++v) row[v] -= std::log(exponential(key, static_cast<int64_t>(v)));
+  for (size_t v = 0; v < row.size(); ++v)
+    row[v] -= std::log(exponential(key, static_cast<int64_t>(v)));
   return first_argmax(row);
 }
 
@@ -49,7 +52,8 @@ inline float temperature_of(int64_t state) {
   return kTemperatures[state % 4];
 }
 
-// Requests 0 .. R - 1 on states 1 .. R, request r with r % (N + 2) rows; the last request is padded.
+// Requests 0 .. R - 1 on states 1 .. R, request r with r % (N + 2) rows; the last request is
+// padded.
 struct RejectionCase {
   int64_t num_reqs, num_states, vocab_size;
   int max_drafts;
@@ -77,14 +81,16 @@ struct RejectionCase {
       num_draft_tokens.push_back(static_cast<int32_t>(random(drafts / 2, drafts)));
       tokens_left.push_back(s % 5 == 4 ? static_cast<int32_t>(random(-1, drafts)) : 1000);
       stop_token_ids.push_back(s % 3 ? random(0, vocab - 1) : -1);
-      for (int i = 0; i < drafts; ++i) draft_tokens.push_back(likely_draft(s - 1, i, random(-1, vocab - 1)));
+      for (int i = 0; i < drafts; ++i)
+        draft_tokens.push_back(likely_draft(s - 1, i, random(-1, vocab - 1)));
     }
     for (int i = 0; i < drafts; ++i) rates.push_back(0.5f + 0.1f * static_cast<float>(i % 4));
   }
 
   // Mostly the target's argmax, so that blocks are accepted in part and in full.
   int64_t likely_draft(int64_t req, int i, int64_t other) const {
-    if (req < 0 || req >= num_reqs || start_loc[req] + i >= start_loc[req + 1] || other % 3 == 0) return other;
+    if (req < 0 || req >= num_reqs || start_loc[req] + i >= start_loc[req + 1] || other % 3 == 0)
+      return other;
     return first_argmax(target_row(start_loc[req] + i));
   }
 
@@ -100,7 +106,8 @@ struct RejectionCase {
       return q;
     }
     const float* logits = draft_logits.data() + (state * max_drafts + i) * vocab_size;
-    for (int64_t v = 0; v < vocab_size; ++v) q[v] = logits[v] / static_cast<double>(temperatures[state]);
+    for (int64_t v = 0; v < vocab_size; ++v)
+      q[v] = logits[v] / static_cast<double>(temperatures[state]);
     return softmax(q);
   }
 
@@ -139,14 +146,17 @@ struct Verifier {
   int64_t choice(int i) const {
     const Row row = c.target_row(first_row + i);
     if (greedy()) return first_argmax(row);
-    return gumbel_argmax(row, NoiseKey{Stream::kTarget, 0, c.seeds[state], c.positions[first_row + i] + 1});
+    return gumbel_argmax(
+        row, NoiseKey{Stream::kTarget, 0, c.seeds[state], c.positions[first_row + i] + 1});
   }
 
   NoiseKey key(Stream stream, int i) const {
     return NoiseKey{stream, i + 1, c.seeds[state], c.positions[first_row]};
   }
 
-  double uniform(int i) const { return uniform_from_word(stream_word(key(Stream::kAcceptance, i), 0)); }
+  double uniform(int i) const {
+    return uniform_from_word(stream_word(key(Stream::kAcceptance, i), 0));
+  }
 
   Row residual(int i, double path) const {
     Row w = softmax(c.target_row(first_row + i));
@@ -157,7 +167,8 @@ struct Verifier {
 
   int64_t replacement(int i, double path) const {
     Row w = residual(i, path);
-    for (size_t v = 0; v < w.size(); ++v) w[v] /= exponential(key(Stream::kResidual, i), static_cast<int64_t>(v));
+    for (size_t v = 0; v < w.size(); ++v)
+      w[v] /= exponential(key(Stream::kResidual, i), static_cast<int64_t>(v));
     return first_argmax(w);
   }
 
@@ -210,7 +221,8 @@ struct Verifier {
 
 }  // namespace oracle
 
-inline std::vector<int64_t> RejectionCase::expected(int64_t req, RejectionMethod method, bool recorded) const {
+inline std::vector<int64_t> RejectionCase::expected(int64_t req, RejectionMethod method,
+                                                    bool recorded) const {
   const int64_t state = idx_mapping[req];
   const int num_rows = start_loc[req + 1] - start_loc[req];
   if (state < 0 || num_rows == 0) return {};
@@ -282,7 +294,8 @@ struct DraftCase {
   // The record of a row, by target id.
   std::vector<float> expected_record(int64_t row, bool reduced) const {
     std::vector<float> record(static_cast<size_t>(target_vocab_size), kNegativeInfinity);
-    for (int64_t k = 0; k < vocab_size; ++k) record[id(k, reduced)] = logits[row * vocab_size + k] * logit_scale;
+    for (int64_t k = 0; k < vocab_size; ++k)
+      record[id(k, reduced)] = logits[row * vocab_size + k] * logit_scale;
     return record;
   }
 };

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Device memory of the kernel tests: exact allocations (compute-sanitizer sees every byte past the end), freed at scope
-// end.
+// Device memory of the kernel tests: exact allocations (compute-sanitizer sees every byte past the
+// end), freed at scope end.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -11,19 +11,21 @@ namespace {
 
 using testing::DeviceArray;
 
-class RejectionSampleKernel : public ::testing::TestWithParam<std::tuple<RejectionMethod, bool, int>> {};
+class RejectionSampleKernel
+    : public ::testing::TestWithParam<std::tuple<RejectionMethod, bool, int>> {};
 
 TEST_P(RejectionSampleKernel, EqualsTheOracle) {
   const auto [method, recorded, vocab_size] = GetParam();
   const testing::RejectionCase c(24, 4, vocab_size, 1);
-  const DeviceArray<float> target_logits(c.target_logits), draft_logits(c.draft_logits), temperatures(c.temperatures),
-      rates(c.rates);
-  const DeviceArray<int32_t> start_loc(c.start_loc), idx_mapping(c.idx_mapping), num_draft_tokens(c.num_draft_tokens),
-      tokens_left(c.tokens_left);
+  const DeviceArray<float> target_logits(c.target_logits), draft_logits(c.draft_logits),
+      temperatures(c.temperatures), rates(c.rates);
+  const DeviceArray<int32_t> start_loc(c.start_loc), idx_mapping(c.idx_mapping),
+      num_draft_tokens(c.num_draft_tokens), tokens_left(c.tokens_left);
   const DeviceArray<int64_t> positions(c.positions), draft_tokens(c.draft_tokens), seeds(c.seeds),
       stop_token_ids(c.stop_token_ids);
   const DeviceArray<int64_t> tokens(std::vector<int64_t>(24 * 5, 77));
-  const DeviceArray<int32_t> num_sampled(std::vector<int32_t>(24, 77)), num_rejected(std::vector<int32_t>(24, 77));
+  const DeviceArray<int32_t> num_sampled(std::vector<int32_t>(24, 77)),
+      num_rejected(std::vector<int32_t>(24, 77));
   RejectionSampleParams p = c.params(method);
   p.target_logits = target_logits.data();
   p.logits_start_loc = start_loc.data();
@@ -60,8 +62,8 @@ TEST_P(RejectionSampleKernel, EqualsTheOracle) {
 
 INSTANTIATE_TEST_SUITE_P(
     Methods, RejectionSampleKernel,
-    ::testing::Combine(::testing::Values(RejectionMethod::kMatch, RejectionMethod::kStandard, RejectionMethod::kBlock,
-                                         RejectionMethod::kSynthetic),
+    ::testing::Combine(::testing::Values(RejectionMethod::kMatch, RejectionMethod::kStandard,
+                                         RejectionMethod::kBlock, RejectionMethod::kSynthetic),
                        ::testing::Bool(), ::testing::Values(1, 7, 1025, 4096, 9001)));
 
 }  // namespace

@@ -30,7 +30,8 @@ TEST_P(SampleDraftKernel, EqualsTheOracle) {
   p.d2t = reduced ? d2t.data() : nullptr;
   p.draft_tokens = tokens.data();
   p.draft_logits = record.data();
-  const DeviceArray<uint8_t> scratch(std::vector<uint8_t>(static_cast<size_t>(sample_draft_scratch_size(p)), 0xff));
+  const DeviceArray<uint8_t> scratch(
+      std::vector<uint8_t>(static_cast<size_t>(sample_draft_scratch_size(p)), 0xff));
   p.scratch = scratch.data();
   ASSERT_EQ(launch_sample_draft(p, nullptr), cudaSuccess);
   ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
@@ -42,12 +43,15 @@ TEST_P(SampleDraftKernel, EqualsTheOracle) {
     const std::vector<float> stored(begin, begin + c.target_vocab_size);
     const bool padded = c.idx_mapping[row] < 0;
     EXPECT_EQ(actual[row], padded ? 77 : c.expected(row, reduced)) << row;
-    EXPECT_EQ(stored, padded ? std::vector<float>(stored.size(), 77.0f) : c.expected_record(row, reduced)) << row;
+    EXPECT_EQ(stored,
+              padded ? std::vector<float>(stored.size(), 77.0f) : c.expected_record(row, reduced))
+        << row;
   }
 }
 
 INSTANTIATE_TEST_SUITE_P(Sizes, SampleDraftKernel,
-                         ::testing::Combine(::testing::Bool(), ::testing::Values(1, 7, 4096, 4097, 9001)));
+                         ::testing::Combine(::testing::Bool(),
+                                            ::testing::Values(1, 7, 4096, 4097, 9001)));
 
 }  // namespace
 }  // namespace dflash
