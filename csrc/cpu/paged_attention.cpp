@@ -18,13 +18,12 @@ constexpr int kLanes = 8;
 constexpr int kMaxVectors = 3;
 constexpr int kTileM = kLanes * kMaxVectors;
 constexpr int kMaxHeadDim = 256;
+constexpr int kBlockKeys = 64;
 constexpr int kSplitKeys = 128;
 constexpr int kSplitBelow = 16;  // tiles; with more of them the threads are busy without splits
 constexpr int64_t kSerialBelow = 200000;  // multiply-adds of q k^T that a second thread does not repay
 constexpr float kNothing = -1e30f;  // m of an empty set of keys; finite, so that differences are
 typedef float FloatVector __attribute__((vector_size(kLanes * sizeof(float)), may_alias));
-
-const float kZeros[kMaxHeadDim] = {};
 
 struct Item {
   int req, kv_head;
@@ -39,8 +38,8 @@ struct Item {
 struct Scratch {
   alignas(32) float part[(2 + kMaxHeadDim) * kTileM];
   alignas(32) float query[kMaxHeadDim * kTileM];          // [head_dim][lanes]
-  alignas(32) float scores[attention::kBlockN * kTileM];  // [key][lanes]
-  float rows[attention::kBlockN * kMaxHeadDim];           // K or V rows that are not fp32
+  alignas(32) float scores[kBlockKeys * kTileM];  // [key][lanes]
+  float rows[kBlockKeys * kMaxHeadDim];           // of K or V
 };
 
 int num_lanes(int num_rows) { return (num_rows + kLanes - 1) / kLanes * kLanes; }
@@ -50,44 +49,40 @@ DFLASH_INLINE int request_rows(const PagedAttentionParams& p, int r, int* begin)
   return std::max(std::min(p.query_start_loc[r + 1], p.num_rows) - *begin, 0);
 }
 
-// Rows of K or V as floats: the cache itself where it is fp32. Rows past the last key are zeros.
+// Rows of K or V as floats, one after the other, so that they share the first-level cache with what they meet; zeros
+// for a block that is not in the cache and up to the next multiple of kLanes.
 template <typename CacheT>
-DFLASH_INLINE void find_rows(const PagedAttentionParams& p, const void* cache, const CacheStrides& strides,
-                             const Item& item, int first, int count, float* converted, const float** rows) {
+DFLASH_INLINE void load_rows(const PagedAttentionParams& p, const void* cache, const CacheStrides& strides,
+                             const Item& item, int first, int count, float* rows) {
   const int32_t* blocks = p.block_table + item.req * p.block_table_stride;
   const CacheT* head = static_cast<const CacheT*>(cache) + item.kv_head * strides.head;
   for (int j = 0; j < count; ++j) {
     const int page = (first + j) / p.kv_block_size;
     const int64_t block = blocks[page];
+    float* to = rows + j * p.head_dim;
     if (block < 0 || block >= p.num_blocks) {
-      rows[j] = kZeros;
+      for (int d = 0; d < p.head_dim; ++d) to[d] = 0.0f;
       continue;
     }
     const CacheT* row = head + block * strides.block + (first + j - page * p.kv_block_size) * strides.offset;
-    if constexpr (std::is_same_v<CacheT, float>) {
-      rows[j] = row;
-    } else {
-      float* to = converted + j * p.head_dim;
-      for (int d = 0; d < p.head_dim; ++d) to[d] = to_float(row[d]);
-      rows[j] = to;
-    }
+    for (int d = 0; d < p.head_dim; ++d) to[d] = to_float(row[d]);
   }
-  for (int j = count; j % kLanes != 0; ++j) rows[j] = kZeros;
+  for (int i = count * p.head_dim; i % (kLanes * p.head_dim) != 0; ++i) rows[i] = 0.0f;
 }
 
 // scores[key][lane] = sum over d of keys[key][d] * query[d][lane].
 template <int kVectors>
-DFLASH_INLINE void multiply_query_key(const float* query, const float* const* keys, int count, int head_dim,
+DFLASH_INLINE void multiply_query_key(const float* query, const float* keys, int count, int head_dim,
                                       float* scores) {
   constexpr int kKeys = kVectors == 1 ? 8 : 4;
   for (int first = 0; first < count; first += kKeys) {
     FloatVector sum[kKeys][kVectors] = {};
-    const float* const* k = keys + first;
+    const float* k = keys + first * head_dim;
     for (int d = 0; d < head_dim; ++d) {
       const FloatVector* q = reinterpret_cast<const FloatVector*>(query + d * kVectors * kLanes);
 #pragma GCC unroll 8
       for (int j = 0; j < kKeys; ++j) {
-        const float x = k[j][d];
+        const float x = k[j * head_dim + d];
 #pragma GCC unroll 3
         for (int v = 0; v < kVectors; ++v) sum[j][v] += q[v] * x;
       }
@@ -98,14 +93,14 @@ DFLASH_INLINE void multiply_query_key(const float* query, const float* const* ke
 
 // acc[d][lane] += sum over keys of values[key][d] * probabilities[key][lane].
 template <int kVectors>
-DFLASH_INLINE void multiply_probability_value(const float* probabilities, const float* const* values, int count,
+DFLASH_INLINE void multiply_probability_value(const float* probabilities, const float* values, int count,
                                               int head_dim, float* acc) {
   constexpr int kColumns = kVectors == 1 ? 8 : 4;
   for (int first = 0; first < head_dim; first += kColumns) {
     FloatVector sum[kColumns][kVectors];
     std::memcpy(sum, acc + first * kVectors * kLanes, sizeof(sum));
     for (int key = 0; key < count; ++key) {
-      const float* value = values[key] + first;
+      const float* value = values + key * head_dim + first;
       const FloatVector* p = reinterpret_cast<const FloatVector*>(probabilities + key * kVectors * kLanes);
 #pragma GCC unroll 8
       for (int j = 0; j < kColumns; ++j) {
@@ -142,7 +137,9 @@ DFLASH_INLINE void softmax(const KeyRange* seen, int first, int count, bool mask
   for (int key = 0; key < count; ++key) {
     float* s = scores + key * kM;
     for (int i = 0; i < kM; ++i) {
-      s[i] = s[i] == kNothing ? 0.0f : fast_exp(s[i] - top[i]);
+      // Computed for hidden keys too: a conditional exp would not vectorise.
+      const float e = fast_exp(s[i] - top[i]);
+      s[i] = s[i] == kNothing ? 0.0f : e;
       sum[i] += s[i];
     }
   }
@@ -176,15 +173,14 @@ DFLASH_INLINE void attend(const PagedAttentionParams& p, const Item& item, Scrat
   for (int i = kM; i < kM * (2 + p.head_dim); ++i) part[i] = 0.0f;
 
   const float scale = p.scale * (p.k_scale != nullptr ? p.k_scale[0] : 1.0f);
-  const float* rows[attention::kBlockN];
-  for (int first = item.keys.begin; first < item.keys.end; first += attention::kBlockN) {
-    const int count = std::min(attention::kBlockN, item.keys.end - first);
-    find_rows<CacheT>(p, p.key_cache, p.key_strides, item, first, count, scratch.rows, rows);
-    multiply_query_key<kVectors>(scratch.query, rows, count, p.head_dim, scratch.scores);
+  for (int first = item.keys.begin; first < item.keys.end; first += kBlockKeys) {
+    const int count = std::min(kBlockKeys, item.keys.end - first);
+    load_rows<CacheT>(p, p.key_cache, p.key_strides, item, first, count, scratch.rows);
+    multiply_query_key<kVectors>(scratch.query, scratch.rows, count, p.head_dim, scratch.scores);
     const bool masked = first < seen[kM - 1].begin || first + count > seen[0].end;
     softmax<kVectors>(seen, first, count, masked, scale, p.head_dim, scratch.scores, part);
-    find_rows<CacheT>(p, p.value_cache, p.value_strides, item, first, count, scratch.rows, rows);
-    multiply_probability_value<kVectors>(scratch.scores, rows, count, p.head_dim, part + 2 * kM);
+    load_rows<CacheT>(p, p.value_cache, p.value_strides, item, first, count, scratch.rows);
+    multiply_probability_value<kVectors>(scratch.scores, scratch.rows, count, p.head_dim, part + 2 * kM);
   }
 }
 
