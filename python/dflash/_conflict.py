@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyPI's `dflash` (the authors' reference package) installs into the folder this package lives in."""
+"""PyPI's `dflash`, the authors' reference package, installs into this package's folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib import metadata
 from pathlib import Path
 
 _PACKAGE_DIR = Path(__file__).parent
-_THEIR_FILE = "model_mlx.py"  # in every release of theirs, never in ours
+_THEIR_FILE = "model_mlx.py"  # in their wheel, never in ours
 
 
 def conflict(package_dir: Path = _PACKAGE_DIR) -> str | None:
@@ -18,9 +18,9 @@ def conflict(package_dir: Path = _PACKAGE_DIR) -> str | None:
         return None
     found = f"`dflash` {version}" if version else f"a file of `dflash` ({_THEIR_FILE})"
     return (
-        f"{found}, the authors' reference package, is installed beside dflash-cuda. Both provide the "
-        f"import `dflash` and the command `dflash`, and overwrite each other's files in {package_dir}. "
-        "Use separate environments: `pip uninstall dflash dflash-cuda`, then `pip install dflash-cuda`"
+        f"{found}, the authors' reference package, is installed beside dflash-cuda: both provide "
+        f"the import and the command `dflash` and overwrite each other's files ({package_dir}). "
+        "Use separate environments: `pip uninstall dflash dflash-cuda`, `pip install dflash-cuda`"
     )
 
 
