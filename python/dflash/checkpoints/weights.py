@@ -247,8 +247,8 @@ def _with_fc_width(
         return config
     if shape[1] == 0 or shape[1] % num_taps:
         raise CheckpointError(
-            f"{reader.directory}: fc.weight is {list(shape)}, no multiple of {num_taps} taps wide: the "
-            "drafter was trained with other taps than target_layer_ids"
+            f"{reader.directory}: fc.weight is {list(shape)}, no multiple of {num_taps} taps wide: "
+            "the drafter was trained with other taps than target_layer_ids"
         )
     return replace(config, target_hidden_size=shape[1] // num_taps)
 
