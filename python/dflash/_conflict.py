@@ -1,32 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyPI's `dflash`, the authors' reference package, installs into this package's folder."""
+"""Finds PyPI's `dflash`, the authors' reference package: it writes the same folder as this one."""
 
 from __future__ import annotations
 
+import logging
 from importlib import metadata
 from pathlib import Path
 
-_PACKAGE_DIR = Path(__file__).parent
-_THEIR_FILE = "model_mlx.py"  # in their wheel, never in ours
+from dflash.log import log_once
+
+PACKAGE_DIR = Path(__file__).parent
+SENTINEL = "model_mlx.py"  # a file of theirs that this package never ships
 
 
-def conflict(package_dir: Path = _PACKAGE_DIR) -> str | None:
-    """What is wrong, and what to do, when both packages share an environment; else None."""
-    version = _their_version()
-    leftover = (package_dir / _THEIR_FILE).exists()
-    if version is None and not leftover:
-        return None
-    found = f"`dflash` {version}" if version else f"a file of `dflash` ({_THEIR_FILE})"
+def find_conflict() -> str | None:
+    """What is wrong and what to do, or None when this environment has only dflash-cuda."""
+    try:
+        found = f"dflash {metadata.version('dflash')}"
+    except metadata.PackageNotFoundError:
+        if not (PACKAGE_DIR / SENTINEL).exists():
+            return None
+        found = "dflash"
     return (
-        f"{found}, the authors' reference package, is installed beside dflash-cuda: both provide "
-        f"the import and the command `dflash` and overwrite each other's files ({package_dir}). "
-        "Use separate environments: `pip uninstall dflash dflash-cuda`, `pip install dflash-cuda`"
+        f"PyPI's {found} (the authors' reference package) is in this environment and writes the "
+        f"same folder, {PACKAGE_DIR}. Keep the two in separate environments: "
+        "pip uninstall -y dflash dflash-cuda, then install dflash-cuda again"
     )
 
 
-def _their_version() -> str | None:
-    try:
-        theirs = metadata.distribution("dflash")
-    except metadata.PackageNotFoundError:
-        return None
-    return theirs.version
+def report_conflict() -> bool:
+    """Whether the other package is here; says so once in a process, as an error."""
+    conflict = find_conflict()
+    if conflict is not None:
+        log_once(conflict, logging.ERROR)
+    return conflict is not None

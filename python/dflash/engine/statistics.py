@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Statistics:
+    """What a request, or all of them, cost and how many drafts were accepted.
+
+    A draft is one block proposed and verified; its accepted tokens do not count the bonus token.
+    Times are wall seconds; decode_seconds counts every iteration a request took part in.
+    """
+
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_steps: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    def record_step(self, num_draft: int, num_sampled: int, seconds: float) -> None:
+        """One verify pass that proposed num_draft tokens and committed num_sampled."""
+        self.num_steps += 1
+        self.num_output_tokens += num_sampled
+        self.decode_seconds += seconds
+        if num_draft == 0 or num_sampled == 0:
+            return
+        accepted = num_sampled - 1
+        self.num_drafts += 1
+        self.num_draft_tokens += num_draft
+        self.num_accepted_tokens += accepted
+        missing = num_draft - len(self.num_accepted_tokens_per_pos)
+        self.num_accepted_tokens_per_pos += [0] * missing
+        for i in range(accepted):
+            self.num_accepted_tokens_per_pos[i] += 1
+
+    def add(self, other: Statistics) -> None:
+        """Accumulates the counts of another request (not the times: requests overlap)."""
+        for name in ("num_prompt_tokens", "num_output_tokens", "num_steps", "num_drafts",
+                     "num_draft_tokens", "num_accepted_tokens"):  # fmt: skip
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        mine, theirs = self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos
+        mine += [0] * (len(theirs) - len(mine))
+        for i, count in enumerate(theirs):
+            mine[i] += count
+
+    @property
+    def acceptance_length(self) -> float:
+        """AL: tokens committed a draft, the bonus included; 1.0 without drafts."""
+        return 1.0 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """Share of drafts whose token at each position was accepted (with all before it)."""
+        return [n / self.num_drafts for n in self.num_accepted_tokens_per_pos]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens a second of decoding (the first token belongs to prefill)."""
+        return (self.num_output_tokens - 1) / self.decode_seconds if self.decode_seconds else 0.0

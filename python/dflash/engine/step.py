@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One iteration as an ordered list of parts: verify, accept, observe, query, draft, sample.
+
+A part is a function of the buffers; one that cannot be captured in a graph says why. Prefill runs the
+same parts on prompt rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from dflash.attention.spec import AttentionBatch
+from dflash.engine.buffers import Batch, RequestState
+from dflash.models.decoder import Taps
+from dflash.models.target import Target
+from dflash.ops.advance import advance
+from dflash.ops.build_verify import build_verify
+from dflash.ops.rejection_sample import rejection_sample
+from dflash.speculators.dflash import DFlashSpeculator
+
+
+@dataclass
+class Flow:
+    """What one pass hands from part to part."""
+
+    batch: Batch
+    hidden: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    draft_logits: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """A named piece of the step; eager_reason is set when it cannot be captured."""
+
+    name: str
+    run: Callable[[Flow], None]
+    eager_reason: str | None = None
+
+
+@dataclass
+class Step:
+    """The parts of an iteration over one target, one optional speculator and one state.
+
+    Args:
+        vocab_size: columns of the target's logits that are tokens.
+        method: how sampled requests accept: match, standard, block or synthetic.
+        synthetic_rates: float32 [N], for method "synthetic".
+    """
+
+    target: Target
+    speculator: DFlashSpeculator | None
+    state: RequestState
+    max_model_len: int
+    vocab_size: int
+    method: str
+    taps: Taps | None = None
+    synthetic_rates: torch.Tensor | None = None
+    decode_parts: list[Part] = field(init=False)
+    sample_parts: list[Part] = field(init=False)
+
+    def __post_init__(self) -> None:
+        accept = [
+            Part("logits", self.logits),
+            Part("accept", self.accept),
+            Part("advance", self.advance),
+        ]
+        observe, draft = [], []
+        if self.speculator is not None:
+            observe = [Part("query", self.query), Part("observe", self.observe)]
+            draft = [Part("draft", self.draft), Part("sample", self.sample)]
+        verify = Part("verify", self.verify)
+        self.decode_parts = [Part("rows", self.rows), verify, *accept, *observe, *draft]
+        self.sample_parts = [verify, *accept, *observe, *draft]
+        self.observe_parts = [verify, Part("nothing sampled", self.skip_accept), *observe]
+
+    def decode(self, batch: Batch) -> None:
+        """One iteration for requests that have a bonus token and, with a speculator, drafts."""
+        self._run(self.decode_parts, batch)
+
+    def prefill(self, batch: Batch) -> None:
+        """Prompt rows. Finished prompts sample their first token and get drafts; others only observe."""
+        assert batch.logits_rows is not None
+        self._run(self.sample_parts if batch.logits_rows.numel() else self.observe_parts, batch)
+
+    @staticmethod
+    @torch.inference_mode()
+    def _run(parts: list[Part], batch: Batch) -> None:
+        flow = Flow(batch)
+        for part in parts:
+            part.run(flow)
+
+    def rows(self, flow: Flow) -> None:
+        """[bonus, d_1..d_N] of every request, from the state."""
+        batch, state = flow.batch, self.state
+        build_verify(
+            batch.idx_mapping,
+            state.seq_lens,
+            state.last_sampled,
+            state.draft_tokens,
+            batch.block_table,
+            kv_block_size=batch.kv_block_size,
+            max_model_len=self.max_model_len,
+            input_ids=batch.input_ids,
+            positions=batch.positions,
+            slot_mapping=batch.slot_mapping,
+            query_seq_lens=batch.seq_lens,
+            query_start_loc=batch.query_start_loc,
+        )
+
+    def verify(self, flow: Flow) -> None:
+        """The target over the batch's rows, causally; taps go straight into their buffer."""
+        batch = flow.batch
+        attention = AttentionBatch(
+            positions=batch.positions,
+            slot_mapping=batch.slot_mapping,
+            block_table=batch.block_table,
+            seq_lens=batch.seq_lens,
+            query_start_loc=batch.query_start_loc,
+            max_query_len=batch.max_query_len,
+            max_seq_len=self.max_model_len,
+        )
+        flow.hidden = self.target.forward(batch.input_ids, attention, self.taps)
+
+    def logits(self, flow: Flow) -> None:
+        """Logits of the rows that are sampled, divided by the request's temperature."""
+        batch = flow.batch
+        hidden = flow.hidden
+        if batch.logits_rows is not None:
+            hidden = hidden.index_select(0, batch.logits_rows)
+        flow.logits = self.target.logits(hidden)
+        if not batch.all_greedy:
+            flow.logits = flow.logits.float().div_(self._row_temperatures(batch)[:, None])
+
+    def _row_temperatures(self, batch: Batch) -> torch.Tensor:
+        """float32 [n]; 1 where the request is greedy or padded."""
+        per_request = self.state.temperatures[batch.idx_mapping.clamp_min(0)]
+        per_request = torch.where(per_request > 0, per_request, 1.0)
+        if batch.logits_rows is None:
+            return per_request.repeat_interleave(batch.max_query_len)
+        row_reqs = torch.searchsorted(batch.query_start_loc, batch.logits_rows, right=True) - 1
+        return per_request[row_reqs]
+
+    def accept(self, flow: Flow) -> None:
+        """The longest accepted prefix and the next token of every request."""
+        batch, state = flow.batch, self.state
+        positions = batch.positions
+        if batch.logits_rows is not None:
+            positions = positions.index_select(0, batch.logits_rows)
+        rejection_sample(
+            flow.logits,
+            batch.logits_start_loc,
+            positions,
+            batch.idx_mapping,
+            state.draft_tokens,
+            state.num_draft_tokens,
+            draft_logits=state.draft_logits,
+            temperatures=state.temperatures,
+            seeds=state.seeds,
+            tokens_left=state.tokens_left,
+            stop_token_ids=state.stop_token_ids,
+            method=self.method,
+            vocab_size=self.vocab_size,
+            synthetic_rates=self.synthetic_rates,
+            sampled_token_ids=batch.sampled_token_ids,
+            num_sampled=batch.num_sampled,
+            num_rejected=batch.num_rejected,
+        )
+
+    def skip_accept(self, flow: Flow) -> None:
+        """A partial chunk samples nothing and rejects nothing."""
+        flow.batch.num_sampled.zero_()
+        flow.batch.num_rejected.zero_()
+
+    def advance(self, flow: Flow) -> None:
+        """Commits to the state and writes the output ring."""
+        batch, state = flow.batch, self.state
+        advance(
+            batch.sampled_token_ids,
+            batch.num_sampled,
+            batch.idx_mapping,
+            stop_token_ids=state.stop_token_ids,
+            seq_lens=state.seq_lens,
+            last_sampled=state.last_sampled,
+            tokens_left=state.tokens_left,
+            finished=state.finished,
+            step=state.step,
+            output_ring=state.output_ring,
+        )
+
+    def query(self, flow: Flow) -> None:
+        self.speculator.prepare(flow.batch, self.state)
+
+    def observe(self, flow: Flow) -> None:
+        self.speculator.observe(flow.batch, self.taps.buffer)
+
+    def draft(self, flow: Flow) -> None:
+        flow.draft_logits = self.speculator.draft(flow.batch)
+
+    def sample(self, flow: Flow) -> None:
+        self.speculator.sample(flow.batch, flow.draft_logits, self.state)

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pre-norm transformer under both the target and the drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dflash.attention.select import select_backend
+from dflash.attention.spec import AttentionBackend, AttentionBatch, AttentionSpec, LayerCache
+from dflash.checkpoints.config import DecoderConfig, LayerAttention
+from dflash.checkpoints.weights import LayerWeights
+from dflash.models.linear import linear
+from dflash.models.rope import cos_sin_cache
+from dflash.ops.add_rms_norm import add_rms_norm
+from dflash.ops.qk_norm_rope_store import qk_norm_rope_store
+from dflash.ops.silu_mul import silu_mul
+
+
+@dataclass(frozen=True)
+class Taps:
+    """Where the residual stream after some layers goes: columns of one [rows, n * H] buffer."""
+
+    layer_ids: tuple[int, ...]
+    buffer: torch.Tensor
+
+    def column(self, layer: int, rows: int) -> torch.Tensor | None:
+        """The slice for the output of `layer`, or None when it is not tapped."""
+        if layer not in self.layer_ids:
+            return None
+        size = self.buffer.shape[1] // len(self.layer_ids)
+        start = self.layer_ids.index(layer) * size
+        return self.buffer[:rows, start : start + size]
+
+
+@dataclass(frozen=True)
+class DecoderSettings:
+    """What the engine decides about a decoder, the same for every layer."""
+
+    device: torch.device
+    dtype: torch.dtype
+    kv_block_size: int
+    max_model_len: int
+    attention_backend: str = "auto"
+    query_shape: str = "ragged"
+
+
+class Decoder:
+    """Layers, final norm, RoPE table, K/V caches and attention backends of one model.
+
+    Layers with equal causality and window share one backend; caches are attached by the engine.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layers: Sequence[LayerWeights],
+        norm: torch.Tensor,
+        settings: DecoderSettings,
+        value_scale: float = 1.0,
+    ) -> None:
+        self.config = config
+        self.layers = list(layers)
+        self.norm = norm
+        self.value_scale = value_scale
+        self.rope_table = cos_sin_cache(config.rope, settings.max_model_len, settings.device)
+        self.caches: list[LayerCache] = []
+        self.backend_names: dict[LayerAttention, str] = {}
+        self.backends: dict[LayerAttention, AttentionBackend] = {}
+        for group in dict.fromkeys(config.layers):
+            spec = self._spec(group, settings)
+            name, backend = select_backend(spec, settings.attention_backend)
+            self.backend_names[group], self.backends[group] = name, backend
+
+    def _spec(self, group: LayerAttention, settings: DecoderSettings) -> AttentionSpec:
+        first = self.config.layers.index(group)
+        return AttentionSpec(
+            arch=_arch(settings.device),
+            num_heads=self.config.num_heads,
+            num_kv_heads=self.config.num_kv_heads,
+            head_dim=self.config.head_dim,
+            dtype=settings.dtype,
+            kv_dtype=settings.dtype,
+            causal=group.causal,
+            window=group.window,
+            query_shape=settings.query_shape,  # pyright: ignore[reportArgumentType]
+            kv_block_size=settings.kv_block_size,
+            has_sinks=self.layers[first].sinks is not None,
+        )
+
+    def cache_shape(self, num_blocks: int, kv_block_size: int) -> tuple[int, ...]:
+        """Shape of all layers' K/V: [L, 2, num_blocks, kv_block_size, num_kv_heads, head_dim]."""
+        heads, size = self.config.num_kv_heads, self.config.head_dim
+        return (self.config.num_layers, 2, num_blocks, kv_block_size, heads, size)
+
+    def attach_cache(self, storage: torch.Tensor) -> None:
+        """Uses `storage`, of `cache_shape`, as the K/V caches."""
+        self.caches = [LayerCache(layer[0], layer[1]) for layer in storage]
+
+    def forward(
+        self, residual: torch.Tensor, batch: AttentionBatch, taps: Taps | None = None
+    ) -> torch.Tensor:
+        """Runs all layers over `residual` [T, H], which is updated in place.
+
+        Returns:
+            The final-normed hidden states [T, H]. Tapped layers' outputs (un-normed) go to `taps`.
+        """
+        rows = residual.shape[0]
+        x = None
+        for i, weights in enumerate(self.layers):
+            tap = taps.column(i - 1, rows) if taps else None
+            hidden = self._norm(x, residual, weights.input_layernorm, tap)
+            hidden = self._attention(i, hidden, batch)
+            hidden = self._norm(hidden, residual, weights.post_attention_layernorm)
+            x = linear(silu_mul(linear(hidden, weights.gate_up_proj)), weights.down_proj)
+        tap = taps.column(len(self.layers) - 1, rows) if taps else None
+        return self._norm(x, residual, self.norm, tap)
+
+    def _norm(
+        self,
+        x: torch.Tensor | None,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        tap: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return add_rms_norm(x, residual, weight, self.config.rms_norm_eps, tap=tap)
+
+    def _attention(self, i: int, hidden: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        weights, cache = self.layers[i], self.caches[i]
+        qkv = linear(hidden, weights.qkv_proj, weights.qkv_bias)
+        query = hidden.new_empty(hidden.shape[0], self.config.num_heads, self.config.head_dim)
+        qk_norm_rope_store(
+            qkv,
+            q_norm_weight=weights.q_norm,
+            k_norm_weight=weights.k_norm,
+            rms_norm_eps=self.config.rms_norm_eps,
+            cos_sin_cache=self.rope_table,
+            is_neox=self.config.rope.is_neox,
+            positions=batch.positions,
+            slot_mapping=batch.slot_mapping,
+            value_scale=self.value_scale,
+            query=query,
+            key_cache=cache.key,
+            value_cache=cache.value,
+        )
+        backend = self.backends[self.config.layers[i]]
+        output = backend.forward(query, cache, batch, weights.sinks)
+        return linear(output.flatten(1), weights.o_proj, weights.o_bias)
+
+
+def _arch(device: torch.device) -> str:
+    if device.type != "cuda":
+        return device.type
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"

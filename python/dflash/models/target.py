@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The target: a dense decoder that verifies blocks and taps its residual stream."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from dflash.attention.spec import AttentionBatch
+from dflash.checkpoints.config import TargetConfig
+from dflash.checkpoints.weights import TargetWeights
+from dflash.models.decoder import Decoder, DecoderSettings, Taps
+from dflash.models.linear import linear
+
+
+class Target:
+    def __init__(
+        self, config: TargetConfig, weights: TargetWeights, settings: DecoderSettings
+    ) -> None:
+        self.config = config
+        self.embed_tokens = weights.embed_tokens
+        self.lm_head = weights.lm_head
+        self.decoder = Decoder(config.decoder, weights.layers, weights.norm, settings)
+
+    def forward(
+        self, input_ids: torch.Tensor, batch: AttentionBatch, taps: Taps | None = None
+    ) -> torch.Tensor:
+        """Hidden states [T, H] after the final norm, of int64 ids [T]."""
+        return self.decoder.forward(F.embedding(input_ids, self.embed_tokens), batch, taps)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, H] to [n, V]."""
+        return linear(hidden, self.lm_head)

@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# The GPU gate: builds for this machine's GPU, runs ctest -L gpu and pytest -m gpu, prints a summary.
+#   tests/gpu/run.sh              the gate (under 8 minutes on an H200)
+#   tests/gpu/run.sh --sanitize   memcheck, racecheck, synccheck and initcheck on the torch-free kernel tests
+# PYTHON, BUILD (build folder) and CMAKE_ARGS may be set; BUILT=1 skips the build.
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+python=${PYTHON:-python3}
+build=${BUILD:-build/gpu}
+sanitize=0
+for argument in "$@"; do
+  case $argument in
+    --sanitize) sanitize=1 ;;
+    *) echo "usage: tests/gpu/run.sh [--sanitize]" >&2; exit 2 ;;
+  esac
+done
+
+started=$SECONDS
+if [ -z "${BUILT:-}" ]; then
+  mkdir -p "$build"
+  # shellcheck disable=SC2086
+  cmake -S . -B "$build" -G Ninja -DPython_EXECUTABLE="$(command -v "$python")" -DDFLASH_CUDA=ON \
+    -DDFLASH_CUDA_ARCHITECTURES=90a-real -DDFLASH_BUILD_TESTS=ON ${CMAKE_ARGS:-} > "$build.log" 2>&1 &&
+    cmake --build "$build" >> "$build.log" 2>&1 &&
+    cmake --install "$build" --component python --prefix python >> "$build.log" 2>&1 ||
+    { tail -40 "$build.log"; echo "GPU gate: the build failed"; exit 1; }
+fi
+echo "build: $((SECONDS - started)) s"
+export PYTHONPATH=$PWD/python${PYTHONPATH:+:$PYTHONPATH}
+failed=()
+
+if [ $sanitize = 1 ]; then
+  for tool in memcheck racecheck synccheck initcheck; do
+    options=(--tool "$tool" --error-exitcode 9)
+    [ $tool = memcheck ] && options+=(--leak-check full)
+    if compute-sanitizer "${options[@]}" "$build/tests/cpp/dflash_gpu_tests" > "$build.$tool.log" 2>&1; then
+      echo "$tool: $(grep -c '^\[       OK' "$build.$tool.log") tests clean"
+    else
+      tail -25 "$build.$tool.log"
+      failed+=("$tool")
+    fi
+  done
+else
+  ctest --test-dir "$build" -L gpu --output-on-failure || failed+=("ctest -L gpu")
+  "$python" -m pytest -m gpu -q -p no:cacheprovider tests || failed+=("pytest -m gpu")
+fi
+
+nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
+if [ ${#failed[@]} -gt 0 ]; then
+  echo "GPU gate: FAILED: ${failed[*]} (after $((SECONDS - started)) s)"
+  exit 1
+fi
+echo "GPU gate: passed in $((SECONDS - started)) s"
