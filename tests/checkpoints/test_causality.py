@@ -4,9 +4,9 @@
 import itertools
 
 import pytest
+
 from dflash.checkpoints import LayerAttention, parse_draft_config
 from dflash.errors import CheckpointError
-
 from tests.checkpoints.support import DRAFT, SPECULATORS
 
 FULL, SLIDING = "full_attention", "sliding_attention"

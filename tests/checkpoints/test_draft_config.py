@@ -3,10 +3,10 @@ import json
 
 import pytest
 import torch
+
 from dflash.checkpoints import parse_draft_config
 from dflash.checkpoints.demo import demo_draft
 from dflash.errors import CheckpointError
-
 from tests.checkpoints.support import DRAFT, SPECULATORS, TARGET, with_dflash, without
 
 

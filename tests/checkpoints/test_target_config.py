@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
 from dflash.checkpoints import (
     SUPPORTED_TARGETS,
     LayerAttention,
@@ -8,8 +10,6 @@ from dflash.checkpoints import (
     parse_target_config,
 )
 from dflash.errors import CheckpointError
-from transformers import AutoConfig, AutoModelForCausalLM
-
 from tests.checkpoints.support import DRAFT, TARGET, target_tensors, without, write
 
 LLAMA = {**TARGET, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
