@@ -24,7 +24,7 @@ def _pair(tmp_path, draft=DRAFT, target=TARGET, extra=None, **tensors):
         write(tmp_path / "target", target, target_tensors(target))
     )
     folder = write(tmp_path / "draft", draft, draft_tensors(draft, **tensors) | (extra or {}))
-    draft_config, draft_weights, _ = load_draft(folder, target_weights=target_weights)
+    draft_config, draft_weights, _ = load_draft(folder, target=target_weights)
     return target_config, target_weights, draft_config, draft_weights
 
 
@@ -94,7 +94,7 @@ def test_unpadded_rows_decide(tmp_path, own_rows, equal):
     draft_config, before, _ = load_draft(folder)
     assert before.embed_tokens.shape == before.lm_head.shape == (own_rows, 32)
     shared = share_vocabulary(draft_config, before, weights)
-    _, loaded, _ = load_draft(folder, target_weights=weights)
+    _, loaded, _ = load_draft(folder, target=weights)
     for result in (shared, loaded):
         assert (result.embed_tokens is None) == equal
         assert (result.lm_head is None) == equal
@@ -104,7 +104,7 @@ def test_embedding_and_head_are_compared_apart(tmp_path):
     _, weights, _ = load_target(write(tmp_path / "target", TARGET, target_tensors(TARGET)))
     own = {"embed_tokens.weight": torch.randn(64, 32), "lm_head.weight": weights.lm_head.clone()}
     folder = write(tmp_path / "draft", DRAFT, draft_tensors(DRAFT) | own)
-    _, loaded, _ = load_draft(folder, target_weights=weights)
+    _, loaded, _ = load_draft(folder, target=weights)
     assert loaded.embed_tokens is not None and loaded.lm_head is None
 
 
@@ -114,7 +114,7 @@ def test_equality_is_judged_in_the_served_dtype(tmp_path):
     )
     own = {"lm_head.weight": weights.lm_head.to(torch.bfloat16)}
     folder = write(tmp_path / "draft", DRAFT, draft_tensors(DRAFT) | own)
-    assert load_draft(folder, torch.float32, target_weights=weights)[1].lm_head is None
+    assert load_draft(folder, torch.float32, target=weights)[1].lm_head is None
 
 
 def test_a_reduced_head_is_never_the_targets(tmp_path):
@@ -123,7 +123,7 @@ def test_a_reduced_head_is_never_the_targets(tmp_path):
     own = {"d2t": torch.zeros(24, dtype=torch.int64)}
     own["lm_head.weight"] = target_weights.lm_head[:24].clone()
     folder = write(tmp_path / "draft", config, draft_tensors(config) | own)
-    _, loaded, _ = load_draft(folder, target_weights=target_weights)
+    _, loaded, _ = load_draft(folder, target=target_weights)
     assert loaded.lm_head is not None and loaded.d2t is not None
 
 
@@ -134,7 +134,7 @@ def test_a_mask_row_the_target_lacks_keeps_the_own_embedding(tmp_path):
     config = {**with_dflash(mask_token_id=70), "vocab_size": 72}
     own = {"embed_tokens.weight": _padded(weights.embed_tokens, 8)}
     folder = write(tmp_path / "draft", config, draft_tensors(config) | own)
-    draft_config, loaded, _ = load_draft(folder, target_weights=weights)
+    draft_config, loaded, _ = load_draft(folder, target=weights)
     assert loaded.embed_tokens is not None
     check_pair(target_config, draft_config, loaded)
     with pytest.raises(CheckpointError, match="mask token is 70"):

@@ -36,7 +36,7 @@ def save_tokenizer(folder: Path, path: Path, metadata: dict[str, Any], max_posit
         CheckpointError: a kind of tokenizer that is not supported.
         DflashError: the converted tokenizer does not reproduce its own tokens.
     """
-    from transformers import AutoTokenizer  # seconds to import: only a conversion pays
+    from transformers import AutoTokenizer, __version__  # seconds to import: only a conversion pays
 
     model, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
     known = ("smollm", "default", "gpt-2", *_DIGITS)
@@ -45,7 +45,12 @@ def save_tokenizer(folder: Path, path: Path, metadata: dict[str, Any], max_posit
             f"{path}: tokenizer '{model}' of kind '{pre}' is not supported: expected 'gpt2' "
             f"(byte-level BPE) of kind {', '.join(known)}"
         )
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    except Exception as error:  # whatever a version of transformers makes of the file
+        raise DflashError(
+            f"{path}: transformers {__version__} does not convert its tokenizer: {error}"
+        ) from error
     backend = tokenizer.backend_tokenizer
     backend.pre_tokenizer = _pre_tokenizer(pre)
     bos = metadata.get("tokenizer.ggml.bos_token_id")

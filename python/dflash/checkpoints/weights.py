@@ -19,7 +19,13 @@ from dflash.checkpoints.layout import (
     draft_layout,
     target_layout,
 )
-from dflash.checkpoints.pair import check_pair, share_vocabulary, shares_embedding, shares_head
+from dflash.checkpoints.pair import (
+    Vocabulary,
+    check_pair,
+    share_vocabulary,
+    shares_embedding,
+    shares_head,
+)
 from dflash.checkpoints.reader import TensorReader, progress_bar, read_json
 from dflash.checkpoints.resolve import resolve_draft, resolve_target
 from dflash.checkpoints.targets import parse_target_config
@@ -116,13 +122,14 @@ def load_draft(
     path: str | Path,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
-    target_weights: TargetWeights | None = None,
+    target: Vocabulary | None = None,
 ) -> tuple[DraftConfig, DraftWeights, Path]:
     """Loads a drafter; arguments, result and errors as load_target's.
 
     Args:
-        target_weights: where given, an embedding or head that equals the target's becomes None
-            before it is copied to the device; `share_vocabulary` does the same afterwards.
+        target: its weights, or the model built from them. An embedding or head that equals the
+            target's becomes None before it is copied to the device; `share_vocabulary` does the same
+            afterwards.
     """
     directory = resolve_draft(path)
     raw = read_json(directory / "config.json")
@@ -140,7 +147,7 @@ def load_draft(
         d2t = reader.integer(names["d2t"]) if "d2t" in names else None
         if d2t is not None and config.draft_vocab_size is None and not d2t.any():
             d2t = None
-        own = _own_vocabulary(config, loader, target_weights)
+        own = _own_vocabulary(config, loader, target)
         weights = DraftWeights(
             fc=loader.one("fc.weight"),
             hidden_norm=loader.one("hidden_norm.weight"),
@@ -254,7 +261,7 @@ def _with_fc_width(
 
 
 def _own_vocabulary(
-    config: DraftConfig, loader: _Loader, target: TargetWeights | None
+    config: DraftConfig, loader: _Loader, target: Vocabulary | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     own: list[torch.Tensor | None] = []
     for name, shares, theirs in (
