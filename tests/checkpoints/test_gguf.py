@@ -174,6 +174,15 @@ def test_tokenizer_files(tmp_path, pre):
     assert tokenizer.chat_template == "{{ messages }}"
 
 
+def test_tokenizer_bos_and_whole_tokens(tmp_path):
+    _, tensors = _tensors("Qwen3ForCausalLM")
+    stored = _stored("qwen3", tensors)
+    for pre, bos in (("llama-bpe", [1]), ("qwen2", [])):
+        path = _write_gguf(tmp_path / f"{pre}.gguf", "qwen3", stored, pre=pre)
+        tokenizer = AutoTokenizer.from_pretrained(resolve_target(path))
+        assert tokenizer.encode("hello") == [*bos, TOKENS.index("hell"), TOKENS.index("o")]
+
+
 def test_converted_once(tmp_path, monkeypatch):
     _, tensors = _tensors("Qwen3ForCausalLM")
     path = _write_gguf(tmp_path / "m.gguf", "qwen3", _stored("qwen3", tensors))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,10 +25,15 @@ from dflash.checkpoints.pair import (
     shares_embedding,
     shares_head,
 )
-from dflash.checkpoints.reader import TensorReader, progress_bar, read_json
+from dflash.checkpoints.reader import (
+    TensorReader,
+    progress_bar,
+    read_json,
+    read_mask_embedding,
+)
 from dflash.checkpoints.resolve import resolve_draft, resolve_target
 from dflash.checkpoints.targets import parse_target_config
-from dflash.errors import CheckpointError, DflashError
+from dflash.errors import CheckpointError
 
 __all__ = [
     "DraftWeights",
@@ -128,8 +132,8 @@ def load_draft(
 
     Args:
         target: its weights, or the model built from them. An embedding or head that equals the
-            target's becomes None before it is copied to the device; `share_vocabulary` does the same
-            afterwards.
+            target's becomes None before it is copied to the device (`share_vocabulary` does so
+            afterwards).
     """
     directory = resolve_draft(path)
     raw = read_json(directory / "config.json")
@@ -148,6 +152,7 @@ def load_draft(
         if d2t is not None and config.draft_vocab_size is None and not d2t.any():
             d2t = None
         own = _own_vocabulary(config, loader, target)
+        mask = read_mask_embedding(directory, config.mask_token_id, config.decoder.hidden_size)
         weights = DraftWeights(
             fc=loader.one("fc.weight"),
             hidden_norm=loader.one("hidden_norm.weight"),
@@ -156,7 +161,7 @@ def load_draft(
             embed_tokens=own[0],
             lm_head=own[1],
             d2t=None if d2t is None else d2t.to(device),
-            mask_embedding=_mask_embedding(directory, config, dtype, device),
+            mask_embedding=None if mask is None else mask.to(device, dtype),
         )
     return replace(config, dtype=dtype), weights, directory
 
@@ -273,30 +278,3 @@ def _own_vocabulary(
         )
         own.append(None if shared else loader.one(name))
     return own[0], own[1]
-
-
-def _mask_embedding(
-    directory: Path, config: DraftConfig, dtype: torch.dtype, device: torch.device | str
-) -> torch.Tensor | None:
-    path = directory / "mask_embedding.pt"
-    if not path.exists():
-        return None
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise DflashError(f"cannot read {path}: {error}") from error
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} is damaged or holds more than tensors, which is never loaded"
-        ) from error
-    if isinstance(state, dict):
-        token = state.get("mask_token_id", config.mask_token_id)
-        if int(token) != config.mask_token_id:
-            raise CheckpointError(
-                f"{path} is for mask token {int(token)}, the config's is {config.mask_token_id}"
-            )
-        state = state.get("embedding")
-    hidden = config.decoder.hidden_size
-    if not isinstance(state, torch.Tensor) or state.numel() != hidden:
-        raise CheckpointError(f"{path} must hold one embedding of {hidden} numbers")
-    return state.reshape(hidden).to(device, dtype)
