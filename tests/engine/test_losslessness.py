@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speculation changes no distribution: four consecutive tokens of a known chain, through the whole step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dflash.engine.sampling_params import SamplingParams
+from tests.support import engine, markov, tiny
+
+NUM_STATES = 6
+NUM_SEQUENCES = 20_000
+MAX_NUM_SEQS = 500
+TEMPERATURE = 1.25
+START = 0
+CHAIN = markov.random_chain(NUM_STATES, seed=0)
+TRANSITIONS = markov.transition(CHAIN, TEMPERATURE)
+
+# A true null falls under this once in a thousand seeds; the seeds here are fixed.
+MIN_P_VALUE = 1e-3
+
+METHODS = ("match", "standard", "block")
+MODES = ("greedy", "gumbel")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return markov.make_chain_target(tmp_path_factory.mktemp("chain"), CHAIN)
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory):
+    """Its proposals depend on the context and are neither the chain's law nor far from it."""
+    return tiny.make_draft(
+        tmp_path_factory.mktemp("draft"),
+        vocab_size=NUM_STATES,
+        hidden_size=markov.HIDDEN_SIZE,
+        num_attention_heads=1,
+        num_target_layers=2,
+        dflash_config={"mask_token_id": NUM_STATES - 1, "target_layer_ids": [0]},
+    )
+
+
+def sample(llm, temperatures: list[float], max_tokens: int) -> list[list[int]]:
+    params = [
+        SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens, ignore_eos=True)
+        for seed, temperature in enumerate(temperatures)
+    ]
+    outputs = llm.generate([[START]] * len(params), params)
+    return [list(output.token_ids) for output in outputs]
+
+
+def p_values(sequences: np.ndarray) -> tuple[float, float]:
+    """Of tokens 1-4, whose first is drawn by prefill, and of 2-5, all of them by speculation."""
+    start = np.eye(NUM_STATES)[START]
+    first = markov.p_value(sequences[:, :4], markov.joint(TRANSITIONS, start, 4))
+    later = markov.p_value(sequences[:, 1:5], markov.joint(TRANSITIONS, start @ TRANSITIONS, 4))
+    return first, later
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("method", METHODS)
+def test_four_tokens_follow_the_chain(target, draft, method, mode):
+    llm = engine.make_llm(
+        target,
+        draft,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_model_len=32,
+        rejection_sample_method=method,
+        draft_sample_method=mode,
+    )
+    sequences = np.array(sample(llm, [TEMPERATURE] * NUM_SEQUENCES, 5))
+    assert min(p_values(sequences)) > MIN_P_VALUE
+    accepted = llm.statistics.acceptance_by_position
+    assert 0.05 < accepted[-1] < accepted[0] < 0.95  # both outcomes happen at every position
+
+
+def test_a_wrong_chain_is_noticed(target):
+    """The power of the test above: one transition probability 3 % off is seen."""
+    llm = engine.make_llm(target, max_num_seqs=MAX_NUM_SEQS, max_model_len=32)
+    sequences = np.array(sample(llm, [TEMPERATURE] * NUM_SEQUENCES, 5))
+    assert min(p_values(sequences)) > MIN_P_VALUE
+    off = TRANSITIONS.copy()
+    off[3, 4] += 0.03
+    off[3, 5] -= 0.03
+    assert markov.p_value(sequences[:, :4], markov.joint(off, np.eye(NUM_STATES)[0], 4)) < 1e-6
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_argmax_drafter_changes_no_token_under_one_seed(target, draft, method):
+    """Token for token for "match"; with temperatures 0 and above it in one batch."""
+    temperatures = [0.0, 0.7, TEMPERATURE, 0.0, 2.0] * 8
+    plain = engine.make_llm(target, max_num_seqs=16, max_model_len=64)
+    drafted = engine.make_llm(
+        target, draft, max_num_seqs=16, max_model_len=64, rejection_sample_method=method
+    )
+    expected, actual = (sample(llm, temperatures, 40) for llm in (plain, drafted))
+    for temperature, with_draft, without in zip(temperatures, actual, expected, strict=True):
+        if method == "match" or temperature == 0.0:
+            assert with_draft == without
