@@ -34,7 +34,7 @@ def run(monkeypatch, capsys):
 def test_text_on_stdout_and_one_line_on_stderr(run):
     code, out, err = run("generate", "why?", "--threads", "1")
     assert code == 0
-    assert out == "The sky is blue.\n\n"
+    assert out == "The sky is blue.\n"
     assert err == "50.0 tok/s | AL 3.50 | 5 tokens | float32, cpu, 1 thread\n"
     assert fake.FakeLLM.prompts == ["<user>why?"]
     ((model, draft, arguments),) = fake.FakeLLM.made
