@@ -54,21 +54,31 @@ inline std::string shape_string(const Tensor& t) {
   return out.str();
 }
 
-// -1 in `expected` matches any size.
+// -1 matches any size.
+inline std::string shape_string(std::initializer_list<int64_t> shape) {
+  std::ostringstream out;
+  const char* separator = "";
+  out << "[";
+  for (int64_t size : shape) {
+    out << separator;
+    if (size < 0) out << "*";
+    else out << size;
+    separator = ", ";
+  }
+  out << "]";
+  return out.str();
+}
+
+// -1 in `expected` matches any size. A step checks hundreds of tensors: no string is made for a good one.
 inline void check_shape(const Tensor& t, const char* name, std::initializer_list<int64_t> expected) {
   bool same = t.dim() == static_cast<int64_t>(expected.size());
   int64_t i = 0;
-  std::ostringstream want;
-  want << "[";
   for (int64_t size : expected) {
-    same = same && (size < 0 || t.size(i) == size);
-    want << (i ? ", " : "");
-    if (size < 0) want << "*";
-    else want << size;
+    if (!same) break;
+    same = size < 0 || t.size(i) == size;
     ++i;
   }
-  want << "]";
-  STD_TORCH_CHECK(same, name, ": expected shape ", want.str(), ", got ", shape_string(t));
+  STD_TORCH_CHECK(same, name, ": expected shape ", shape_string(expected), ", got ", shape_string(t));
 }
 
 inline void check_dtype(const Tensor& t, const char* name, ScalarType expected) {

@@ -2,7 +2,9 @@
 // What the CPU twins share: torch's thread pool and vector code for the processor at hand.
 #pragma once
 
+#ifndef DFLASH_WITHOUT_TORCH
 #include <torch/csrc/stable/ops.h>
+#endif
 
 #include <cmath>
 #include <cstdint>
@@ -37,11 +39,17 @@ DFLASH_INLINE float fast_exp(float x) {
   return y * bits_float(static_cast<uint32_t>((static_cast<int32_t>(n) + 127) << 23));
 }
 
-// fn(begin, end) over [0, count) on torch's threads; grain = the least work worth a thread.
+// fn(begin, end) over [0, count) on torch's threads; grain = the least work worth a thread. The GPU tests compare with
+// the twins and link no torch (DFLASH_WITHOUT_TORCH): there one thread does all.
 template <typename Fn>
 void parallel_for(int64_t count, int64_t grain, const Fn& fn) {
   if (count <= 0) return;
+#ifdef DFLASH_WITHOUT_TORCH
+  static_cast<void>(grain);
+  fn(int64_t{0}, count);
+#else
   torch::stable::parallel_for(0, count, grain < 1 ? 1 : grain, fn);
+#endif
 }
 
 }  // namespace dflash::cpu

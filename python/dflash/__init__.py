@@ -2,6 +2,9 @@
 """DFlash speculative decoding: several tokens a step, none of them changed."""
 
 from dflash import _library as _library
+from dflash._conflict import report_conflict
+
+report_conflict()
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "RequestOutput", "SamplingParams", "Statistics", "StreamChunk", "__version__"]

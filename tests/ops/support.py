@@ -26,6 +26,14 @@ def guarded(shape, dtype, device, pad=64):
     return buffer[pad : pad + count].view(shape), check
 
 
+def to_device(device, arguments):
+    """Keyword arguments with their tensors on the device."""
+    return {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in arguments.items()
+    }
+
+
 def assert_close(actual, expected, tolerance=None):
     """||actual - expected|| / ||expected|| within the dtype's tolerance; NaN never passes."""
     assert actual.shape == expected.shape, f"{actual.shape} != {expected.shape}"

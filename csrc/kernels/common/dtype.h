@@ -10,6 +10,9 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 #define DFLASH_HOST_DEVICE __host__ __device__ __forceinline__
+#elif defined(__GNUC__)
+// Always inlined: a vectorised clone of a CPU twin must not call the baseline's copy.
+#define DFLASH_HOST_DEVICE inline __attribute__((always_inline))
 #else
 #define DFLASH_HOST_DEVICE inline
 #endif

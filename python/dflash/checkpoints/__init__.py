@@ -9,16 +9,35 @@ from dflash.checkpoints.config import (
     TargetConfig,
 )
 from dflash.checkpoints.drafts import SUPPORTED_DRAFTERS, parse_draft_config
+from dflash.checkpoints.pair import check_pair, share_vocabulary
+from dflash.checkpoints.resolve import DEMO_MODEL, resolve_draft, resolve_target
 from dflash.checkpoints.targets import SUPPORTED_TARGETS, parse_target_config
+from dflash.checkpoints.weights import (
+    DraftWeights,
+    LayerWeights,
+    TargetWeights,
+    load_draft,
+    load_target,
+)
 
 __all__ = [
+    "DEMO_MODEL",
     "SUPPORTED_DRAFTERS",
     "SUPPORTED_TARGETS",
     "DecoderConfig",
     "DraftConfig",
+    "DraftWeights",
     "LayerAttention",
+    "LayerWeights",
     "RopeConfig",
     "TargetConfig",
+    "TargetWeights",
+    "check_pair",
+    "load_draft",
+    "load_target",
     "parse_draft_config",
     "parse_target_config",
+    "resolve_draft",
+    "resolve_target",
+    "share_vocabulary",
 ]

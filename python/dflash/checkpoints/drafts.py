@@ -164,7 +164,7 @@ def _refuse_unbuilt(flat: Mapping, dflash: Mapping) -> None:
         raise CheckpointError("a quantized drafter (quantization_config) is not supported")
     if read_bool(flat, "use_qk_norm", True) is False:
         raise CheckpointError("config key 'use_qk_norm' = False is not supported")
-    unknown = sorted(set(dflash) - _DFLASH_KEYS)
+    unknown = sorted(set(dflash) - set(_DFLASH_KEYS))
     if unknown:
         raise CheckpointError(
             f"unknown dflash_config key '{', '.join(unknown)}': it may change what the drafter "

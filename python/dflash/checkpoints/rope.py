@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary settings, spelled `rope_parameters` (transformers 5) or `rope_theta`, `rope_scaling` (4)."""
+"""Rotary settings: `rope_parameters` (transformers 5), `rope_theta` and `rope_scaling` (4)."""
 
 from __future__ import annotations
 

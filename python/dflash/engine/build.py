@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from dflash import _library
 from dflash.checkpoints.weights import check_pair, load_draft, load_target
+from dflash.devices import why_no_cuda
 from dflash.engine.buffers import BatchBuffers, RequestState
 from dflash.engine.core import Core
 from dflash.engine.kv_cache import BlockPool
@@ -116,7 +116,7 @@ def resolve_device(device: str) -> torch.device:
         DflashError: CUDA was asked for and cannot be used; says why.
     """
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() and not _library.cuda_library_error else "cpu"
+        device = "cuda" if why_no_cuda() is None else "cpu"
     try:
         resolved = torch.device(device)
     except RuntimeError as error:
@@ -124,13 +124,9 @@ def resolve_device(device: str) -> torch.device:
     if resolved.type not in ("cpu", "cuda"):
         raise ValueError(f"device {device!r}: expected auto, cpu, cuda or cuda:N")
     if resolved.type == "cuda":
-        if _library.cuda_library_error:
-            raise DflashError(f"device {device}: {_library.cuda_library_error}")
-        if not torch.cuda.is_available():
-            raise DflashError(
-                f"device {device}: torch {torch.__version__} finds no usable GPU "
-                "(no device, or a driver too old for its CUDA): use --device cpu or update the driver"
-            )
+        reason = why_no_cuda()
+        if reason is not None:
+            raise DflashError(f"device {device}: {reason}; the device cpu works everywhere")
         count = torch.cuda.device_count()
         if (resolved.index or 0) >= count:
             raise ValueError(f"device {device}: this machine has {count} GPU(s)")

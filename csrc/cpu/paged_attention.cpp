@@ -1,0 +1,315 @@
+// SPDX-License-Identifier: Apache-2.0
+// A work item is one tile of packed rows (query rows x heads of one K/V group) over one split of its keys. Rows lie in
+// the vector lanes: K and V elements are broadcast straight from the cache, scores and output are transposed, and the
+// softmax needs no horizontal step. Splits are cut by length alone, so results do not depend on the thread count.
+#include "kernels/paged_attention.h"
+
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "simd.h"
+
+namespace dflash::cpu {
+namespace {
+
+constexpr int kLanes = 8;
+constexpr int kMaxVectors = 3;
+constexpr int kTileM = kLanes * kMaxVectors;
+constexpr int kMaxHeadDim = 256;
+constexpr int kSplitKeys = 128;
+constexpr int kSplitBelow = 16;  // tiles; with more of them the threads are busy without splits
+constexpr int64_t kSerialBelow = 200000;  // multiply-adds of q k^T that a second thread does not repay
+constexpr float kNothing = -1e30f;  // m of an empty set of keys; finite, so that differences are
+typedef float FloatVector __attribute__((vector_size(kLanes * sizeof(float)), may_alias));
+
+const float kZeros[kMaxHeadDim] = {};
+
+struct Item {
+  int req, kv_head;
+  int first_row, num_rows;  // packed
+  KeyRange keys;            // of this split
+  int tile;                 // counts the tiles of the call
+  int split, num_splits;
+  int64_t part;             // where the tile's partial results start
+};
+
+// A partial result is m [lanes], l [lanes] and the transposed acc [head_dim][lanes].
+struct Scratch {
+  alignas(32) float part[(2 + kMaxHeadDim) * kTileM];
+  alignas(32) float query[kMaxHeadDim * kTileM];          // [head_dim][lanes]
+  alignas(32) float scores[attention::kBlockN * kTileM];  // [key][lanes]
+  float rows[attention::kBlockN * kMaxHeadDim];           // K or V rows that are not fp32
+};
+
+int num_lanes(int num_rows) { return (num_rows + kLanes - 1) / kLanes * kLanes; }
+
+DFLASH_INLINE int request_rows(const PagedAttentionParams& p, int r, int* begin) {
+  *begin = std::min(std::max(p.query_start_loc[r], 0), p.num_rows);
+  return std::max(std::min(p.query_start_loc[r + 1], p.num_rows) - *begin, 0);
+}
+
+// Rows of K or V as floats: the cache itself where it is fp32. Rows past the last key are zeros.
+template <typename CacheT>
+DFLASH_INLINE void find_rows(const PagedAttentionParams& p, const void* cache, const CacheStrides& strides,
+                             const Item& item, int first, int count, float* converted, const float** rows) {
+  const int32_t* blocks = p.block_table + item.req * p.block_table_stride;
+  const CacheT* head = static_cast<const CacheT*>(cache) + item.kv_head * strides.head;
+  for (int j = 0; j < count; ++j) {
+    const int page = (first + j) / p.kv_block_size;
+    const int64_t block = blocks[page];
+    if (block < 0 || block >= p.num_blocks) {
+      rows[j] = kZeros;
+      continue;
+    }
+    const CacheT* row = head + block * strides.block + (first + j - page * p.kv_block_size) * strides.offset;
+    if constexpr (std::is_same_v<CacheT, float>) {
+      rows[j] = row;
+    } else {
+      float* to = converted + j * p.head_dim;
+      for (int d = 0; d < p.head_dim; ++d) to[d] = to_float(row[d]);
+      rows[j] = to;
+    }
+  }
+  for (int j = count; j % kLanes != 0; ++j) rows[j] = kZeros;
+}
+
+// scores[key][lane] = sum over d of keys[key][d] * query[d][lane].
+template <int kVectors>
+DFLASH_INLINE void multiply_query_key(const float* query, const float* const* keys, int count, int head_dim,
+                                      float* scores) {
+  constexpr int kKeys = kVectors == 1 ? 8 : 4;
+  for (int first = 0; first < count; first += kKeys) {
+    FloatVector sum[kKeys][kVectors] = {};
+    const float* const* k = keys + first;
+    for (int d = 0; d < head_dim; ++d) {
+      const FloatVector* q = reinterpret_cast<const FloatVector*>(query + d * kVectors * kLanes);
+#pragma GCC unroll 8
+      for (int j = 0; j < kKeys; ++j) {
+        const float x = k[j][d];
+#pragma GCC unroll 3
+        for (int v = 0; v < kVectors; ++v) sum[j][v] += q[v] * x;
+      }
+    }
+    std::memcpy(scores + first * kVectors * kLanes, sum, sizeof(sum));
+  }
+}
+
+// acc[d][lane] += sum over keys of values[key][d] * probabilities[key][lane].
+template <int kVectors>
+DFLASH_INLINE void multiply_probability_value(const float* probabilities, const float* const* values, int count,
+                                              int head_dim, float* acc) {
+  constexpr int kColumns = kVectors == 1 ? 8 : 4;
+  for (int first = 0; first < head_dim; first += kColumns) {
+    FloatVector sum[kColumns][kVectors];
+    std::memcpy(sum, acc + first * kVectors * kLanes, sizeof(sum));
+    for (int key = 0; key < count; ++key) {
+      const float* value = values[key] + first;
+      const FloatVector* p = reinterpret_cast<const FloatVector*>(probabilities + key * kVectors * kLanes);
+#pragma GCC unroll 8
+      for (int j = 0; j < kColumns; ++j) {
+        const float x = value[j];
+#pragma GCC unroll 3
+        for (int v = 0; v < kVectors; ++v) sum[j][v] += p[v] * x;
+      }
+    }
+    std::memcpy(acc + first * kVectors * kLanes, sum, sizeof(sum));
+  }
+}
+
+// Scores to probabilities; rescales acc. What a row does not see is replaced, not added to: its slot may hold anything.
+template <int kVectors>
+DFLASH_INLINE void softmax(const KeyRange* seen, int first, int count, bool masked, float scale, int head_dim,
+                           float* scores, float* part) {
+  constexpr int kM = kVectors * kLanes;
+  float *m = part, *l = part + kM, *acc = part + 2 * kM;
+  float top[kM], alpha[kM], sum[kM];
+  for (int i = 0; i < kM; ++i) top[i] = m[i];
+  for (int key = 0; key < count; ++key) {
+    float* s = scores + key * kM;
+    for (int i = 0; i < kM; ++i) {
+      const bool hidden = masked && (first + key < seen[i].begin || first + key >= seen[i].end);
+      s[i] = hidden ? kNothing : s[i] * scale;
+      top[i] = s[i] > top[i] ? s[i] : top[i];
+    }
+  }
+  for (int i = 0; i < kM; ++i) {
+    alpha[i] = fast_exp(m[i] - top[i]);
+    m[i] = top[i];
+    sum[i] = 0.0f;
+  }
+  for (int key = 0; key < count; ++key) {
+    float* s = scores + key * kM;
+    for (int i = 0; i < kM; ++i) {
+      s[i] = s[i] == kNothing ? 0.0f : fast_exp(s[i] - top[i]);
+      sum[i] += s[i];
+    }
+  }
+  for (int i = 0; i < kM; ++i) l[i] = l[i] * alpha[i] + sum[i];
+  for (int d = 0; d < head_dim; ++d) {
+    for (int i = 0; i < kM; ++i) acc[d * kM + i] *= alpha[i];
+  }
+}
+
+// The tile's query rows, transposed, and what each sees; lanes past the last row repeat it.
+template <typename T>
+DFLASH_INLINE void load_query(const PagedAttentionParams& p, const Item& item, float* to, KeyRange* seen) {
+  const int ratio = p.num_heads / p.num_kv_heads, lanes = num_lanes(item.num_rows);
+  int begin;
+  const int query_len = request_rows(p, item.req, &begin);
+  for (int i = 0; i < lanes; ++i) {
+    const int packed = item.first_row + std::min(i, item.num_rows - 1);
+    const int64_t row = begin + packed / ratio, head = item.kv_head * ratio + packed % ratio;
+    const T* query = static_cast<const T*>(p.query) + row * p.query_strides.row + head * p.query_strides.head;
+    for (int d = 0; d < p.head_dim; ++d) to[d * lanes + i] = to_float(query[d]);
+    seen[i] = visible_keys(p.mask, p.seq_lens[item.req], query_len, packed / ratio);
+  }
+}
+
+template <typename CacheT, int kVectors>
+DFLASH_INLINE void attend(const PagedAttentionParams& p, const Item& item, Scratch& scratch, float* part) {
+  constexpr int kM = kVectors * kLanes;
+  KeyRange seen[kM];
+  DFLASH_DISPATCH_FLOATING(p.dtype, load_query<scalar_t>(p, item, scratch.query, seen));
+  for (int i = 0; i < kM; ++i) part[i] = kNothing;
+  for (int i = kM; i < kM * (2 + p.head_dim); ++i) part[i] = 0.0f;
+
+  const float scale = p.scale * (p.k_scale != nullptr ? p.k_scale[0] : 1.0f);
+  const float* rows[attention::kBlockN];
+  for (int first = item.keys.begin; first < item.keys.end; first += attention::kBlockN) {
+    const int count = std::min(attention::kBlockN, item.keys.end - first);
+    find_rows<CacheT>(p, p.key_cache, p.key_strides, item, first, count, scratch.rows, rows);
+    multiply_query_key<kVectors>(scratch.query, rows, count, p.head_dim, scratch.scores);
+    const bool masked = first < seen[kM - 1].begin || first + count > seen[0].end;
+    softmax<kVectors>(seen, first, count, masked, scale, p.head_dim, scratch.scores, part);
+    find_rows<CacheT>(p, p.value_cache, p.value_strides, item, first, count, scratch.rows, rows);
+    multiply_probability_value<kVectors>(scratch.scores, rows, count, p.head_dim, part + 2 * kM);
+  }
+}
+
+template <typename CacheT>
+DFLASH_INLINE void attend_lanes(const PagedAttentionParams& p, const Item& item, Scratch& scratch, float* part) {
+  switch (num_lanes(item.num_rows) / kLanes) {
+    case 1: return attend<CacheT, 1>(p, item, scratch, part);
+    case 2: return attend<CacheT, 2>(p, item, scratch, part);
+    default: return attend<CacheT, 3>(p, item, scratch, part);
+  }
+}
+
+DFLASH_CPU_CLONES void attend_item(const PagedAttentionParams& p, const Item& item, Scratch& scratch, float* part) {
+  switch (p.kv_dtype) {
+    case DType::kFloat32: return attend_lanes<float>(p, item, scratch, part);
+    case DType::kFloat16: return attend_lanes<Half>(p, item, scratch, part);
+    case DType::kBFloat16: return attend_lanes<BFloat16>(p, item, scratch, part);
+    default: return attend_lanes<Float8E4M3>(p, item, scratch, part);
+  }
+}
+
+// Merges the splits of a tile in order, joins the sink (one logit, no value) and stores.
+template <typename T>
+DFLASH_INLINE void store(const PagedAttentionParams& p, const Item& item, const float* parts) {
+  const int ratio = p.num_heads / p.num_kv_heads, lanes = num_lanes(item.num_rows);
+  const int part_size = lanes * (2 + p.head_dim);
+  int begin;
+  request_rows(p, item.req, &begin);
+  for (int i = 0; i < item.num_rows; ++i) {
+    const int packed = item.first_row + i;
+    const int64_t row = begin + packed / ratio, head = item.kv_head * ratio + packed % ratio;
+    float m = p.sinks != nullptr ? p.sinks[head] : kNothing;
+    for (int s = 0; s < item.num_splits; ++s) m = std::max(m, parts[s * part_size + i]);
+    float l = p.sinks != nullptr ? std::exp(p.sinks[head] - m) : 0.0f;
+    float values[kMaxHeadDim] = {};
+    for (int s = 0; s < item.num_splits; ++s) {
+      const float* part = parts + s * part_size + i;
+      if (part[lanes] == 0.0f) continue;
+      const float weight = std::exp(part[0] - m);
+      l += weight * part[lanes];
+      for (int d = 0; d < p.head_dim; ++d) values[d] += weight * part[(2 + d) * lanes];
+    }
+    const float factor = l == 0.0f ? 0.0f : (p.v_scale != nullptr ? p.v_scale[0] : 1.0f) / l;
+    T* output = static_cast<T*>(p.output) + row * p.output_strides.row + head * p.output_strides.head;
+    for (int d = 0; d < p.head_dim; ++d) output[d] = from_float<T>(values[d] * factor);
+  }
+}
+
+DFLASH_CPU_CLONES void store_item(const PagedAttentionParams& p, const Item& item, const float* parts) {
+  DFLASH_DISPATCH_FLOATING(p.dtype, store<scalar_t>(p, item, parts));
+}
+
+// The tiles of every request, late ones (which see the most keys) first.
+std::vector<Item> make_tiles(const PagedAttentionParams& p) {
+  std::vector<Item> tiles;
+  const int ratio = p.num_heads / p.num_kv_heads;
+  for (int r = 0; r < p.num_reqs; ++r) {
+    int begin;
+    const int query_len = request_rows(p, r, &begin);
+    const int num_rows = query_len * ratio;
+    for (int first = (num_rows - 1) / kTileM * kTileM; num_rows > 0 && first >= 0; first -= kTileM) {
+      const int rows = std::min(kTileM, num_rows - first);
+      const KeyRange keys =
+          tile_keys(p.mask, p.seq_lens[r], query_len, first / ratio, (first + rows - 1) / ratio);
+      for (int head = 0; head < p.num_kv_heads; ++head) {
+        tiles.push_back({r, head, first, rows, keys, static_cast<int>(tiles.size()), 0, 1, 0});
+      }
+    }
+  }
+  return tiles;
+}
+
+// One item a tile, or several of kSplitKeys keys when there are few tiles.
+std::vector<Item> split_tiles(const std::vector<Item>& tiles, int head_dim, int64_t* part_floats) {
+  std::vector<Item> items;
+  *part_floats = 0;
+  const bool split = tiles.size() < kSplitBelow;
+  for (Item item : tiles) {
+    const int num_keys = std::max(item.keys.end - item.keys.begin, 0);
+    item.num_splits = split ? std::max(ceil_div(num_keys, kSplitKeys), 1) : 1;
+    item.part = *part_floats;
+    if (item.num_splits > 1) *part_floats += int64_t{item.num_splits} * num_lanes(item.num_rows) * (2 + head_dim);
+    const KeyRange keys = item.keys;
+    for (item.split = 0; item.split < item.num_splits; ++item.split) {
+      if (item.num_splits > 1) {
+        item.keys.begin = keys.begin + item.split * kSplitKeys;
+        item.keys.end = std::min(item.keys.begin + kSplitKeys, keys.end);
+      }
+      items.push_back(item);
+    }
+  }
+  return items;
+}
+
+int64_t total_products(const std::vector<Item>& items, int head_dim) {
+  int64_t sum = 0;
+  for (const Item& item : items) sum += int64_t{item.num_rows} * (item.keys.end - item.keys.begin) * head_dim;
+  return sum;
+}
+
+}  // namespace
+
+void paged_attention(const PagedAttentionParams& p) {
+  const std::vector<Item> tiles = make_tiles(p);
+  int64_t part_floats = 0;
+  const std::vector<Item> items = split_tiles(tiles, p.head_dim, &part_floats);
+  const std::unique_ptr<float[]> parts(new float[part_floats]);
+  std::vector<std::atomic<int>> left(tiles.size());
+  for (const Item& item : items) left[item.tile].store(item.num_splits, std::memory_order_relaxed);
+
+  // Items are taken one by one, since their lengths differ; who finishes a tile last merges it.
+  const int64_t count = static_cast<int64_t>(items.size());
+  std::atomic<int64_t> next{0};
+  const auto work = [&](int64_t, int64_t) {
+    Scratch scratch;
+    for (int64_t i = next++; i < count; i = next++) {
+      const Item& item = items[i];
+      const bool split = item.num_splits > 1;
+      const int64_t part_size = int64_t{num_lanes(item.num_rows)} * (2 + p.head_dim);
+      attend_item(p, item, scratch, split ? parts.get() + item.part + item.split * part_size : scratch.part);
+      if (left[item.tile].fetch_sub(1, std::memory_order_acq_rel) > 1) continue;
+      store_item(p, item, split ? parts.get() + item.part : scratch.part);
+    }
+  };
+  parallel_for(count, total_products(items, p.head_dim) < kSerialBelow ? count : 1, work);
+}
+
+}  // namespace dflash::cpu
