@@ -3,6 +3,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+
 from dflash.ops.paged_attention import (
     paged_attention,
     paged_attention_reference,
