@@ -106,7 +106,8 @@ def _stream(llm: Any, prompt: str, params: Any) -> Any:
         sys.stdout.flush()
         output = chunk.finished or output
     assert output is not None, "the stream ended without a finished request"
-    sys.stdout.write("\n")
+    if not output.text.endswith("\n"):
+        sys.stdout.write("\n")
     sys.stdout.flush()
     return output
 
