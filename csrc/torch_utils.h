@@ -136,9 +136,6 @@ T* data_ptr(const std::optional<Tensor>& t) {
   return t.has_value() ? static_cast<T*>(t->data_ptr()) : nullptr;
 }
 
-// dst[...] = matmul(a, b) through the library GEMM of the tensor's device.
-inline Tensor matmul(const Tensor& a, const Tensor& b) { return torch::stable::matmul(a, b); }
-
 #ifdef DFLASH_CUDA
 
 inline cudaStream_t current_stream(const Tensor& t) {
