@@ -11,6 +11,7 @@ PROMPT ?= Write a Python function that returns the sum of the even numbers in a 
 PYTEST_FLAGS ?=
 
 BIN := $(VENV)/bin
+export PATH := $(abspath $(BIN)):$(PATH)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 BUILD_REQUIRES := numpy setuptools\>=77 wheel pybind11\>=2.13 cmake\>=3.26 ninja
 BUILD_INPUTS := CMakeLists.txt setup.py pyproject.toml $(shell find csrc third_party -type f)

@@ -74,10 +74,11 @@ STABLE_TORCH_LIBRARY(dflash, m) {
 
   // Accept drafts and choose the next token. Logits rows of request r are logits_start_loc[r]..[r + 1) (0 rows: nothing
   // is sampled); row i is p(. | ..., d_1..d_i), already processed. num_draft = min(num_draft_tokens, rows - 1).
+  // A draft id outside the vocabulary (-1) ends the block: the next token is drawn as after full acceptance.
   // temperature 0: accept while d == argmax. Else by method: "match" (sample every row, accept while equal),
   // "standard" and "block" (against draft_logits, absent = one-hot), "synthetic" (accept with synthetic_rates[i]).
-  // Commits at most tokens_left and stops after a token of stop_token_ids. sampled_token_ids is -1 past num_sampled;
-  // num_rejected = rows - num_sampled.
+  // Commits at most tokens_left and stops after a token of stop_token_ids ([S, K], or [K] for all).
+  // sampled_token_ids is -1 past num_sampled; num_rejected = rows - num_sampled.
   m.def(
       "rejection_sample(Tensor target_logits, Tensor logits_start_loc, Tensor logits_positions, Tensor idx_mapping, "
       "Tensor draft_tokens, Tensor num_draft_tokens, Tensor? draft_logits, Tensor temperatures, Tensor seeds, "

@@ -113,7 +113,7 @@ def _elementwise(b: Batch, name: str) -> list[Case]:
         query, key, value = randn(b.rows, HEADS, HEAD_DIM), b.cache(), b.cache()
         return lambda: qk_norm_rope_store(
             qkv, q_norm_weight=weight, k_norm_weight=weight, rms_norm_eps=1e-6, cos_sin_cache=b.rope, is_neox=True,
-            positions=b.positions, slot_mapping=b.slots, query=query, key_cache=key, value_cache=value)  # fmt: skip
+            positions=b.positions, slot_mapping=b.slots, value_scale=1.0, k_scale=None, v_scale=None, query=query, key_cache=key, value_cache=value)  # fmt: skip
 
     def context_kv():
         hidden, hidden_norm = randn(b.rows, HIDDEN), randn(HIDDEN)
@@ -121,9 +121,9 @@ def _elementwise(b: Batch, name: str) -> list[Case]:
         keys = [b.cache() for _ in range(DRAFT_LAYERS)]
         values = [b.cache() for _ in range(DRAFT_LAYERS)]
         return lambda: precompute_context_kv(
-            hidden, hidden_norm_weight=hidden_norm, rms_norm_eps=1e-6, kv_weight=weight, k_norm_weight=norms,
+            hidden, hidden_norm_weight=hidden_norm, rms_norm_eps=1e-6, kv_weight=weight, kv_bias=None, k_norm_weight=norms,
             cos_sin_cache=b.rope, is_neox=True, positions=b.positions, slot_mappings=[b.slots],
-            layer_groups=[0] * DRAFT_LAYERS, key_caches=keys, value_caches=values)  # fmt: skip
+            layer_groups=[0] * DRAFT_LAYERS, value_scale=1.0, k_scales=None, v_scales=None, key_caches=keys, value_caches=values)  # fmt: skip
 
     return [
         Case("add_rms_norm", name, norm, 2 * b.rows * HIDDEN * 5),

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A work item is one tile of packed rows (query rows x heads of one K/V group) over one split of its keys. Rows lie in
-// the vector lanes: K and V elements are broadcast straight from the cache, scores and output are transposed, and the
-// softmax needs no horizontal step. Splits are cut by length alone, so results do not depend on the thread count.
+// A work item is one tile of packed rows (query rows x heads of one K/V group) over one split of
+// its keys. Rows lie in the vector lanes: K and V elements are broadcast straight from the cache,
+// scores and output are transposed, and the softmax needs no horizontal step. Splits are cut by
+// length alone, so results do not depend on the thread count.
 #include "kernels/paged_attention.h"
 
 #include <atomic>
@@ -18,13 +19,13 @@ constexpr int kLanes = 8;
 constexpr int kMaxVectors = 3;
 constexpr int kTileM = kLanes * kMaxVectors;
 constexpr int kMaxHeadDim = 256;
+constexpr int kBlockKeys = 64;
 constexpr int kSplitKeys = 128;
 constexpr int kSplitBelow = 16;  // tiles; with more of them the threads are busy without splits
-constexpr int64_t kSerialBelow = 200000;  // multiply-adds of q k^T that a second thread does not repay
+constexpr int64_t kSerialBelow =
+    200000;                         // multiply-adds of q k^T that a second thread does not repay
 constexpr float kNothing = -1e30f;  // m of an empty set of keys; finite, so that differences are
 typedef float FloatVector __attribute__((vector_size(kLanes * sizeof(float)), may_alias));
-
-const float kZeros[kMaxHeadDim] = {};
 
 struct Item {
   int req, kv_head;
@@ -32,15 +33,15 @@ struct Item {
   KeyRange keys;            // of this split
   int tile;                 // counts the tiles of the call
   int split, num_splits;
-  int64_t part;             // where the tile's partial results start
+  int64_t part;  // where the tile's partial results start
 };
 
 // A partial result is m [lanes], l [lanes] and the transposed acc [head_dim][lanes].
 struct Scratch {
   alignas(32) float part[(2 + kMaxHeadDim) * kTileM];
-  alignas(32) float query[kMaxHeadDim * kTileM];          // [head_dim][lanes]
-  alignas(32) float scores[attention::kBlockN * kTileM];  // [key][lanes]
-  float rows[attention::kBlockN * kMaxHeadDim];           // K or V rows that are not fp32
+  alignas(32) float query[kMaxHeadDim * kTileM];  // [head_dim][lanes]
+  alignas(32) float scores[kBlockKeys * kTileM];  // [key][lanes]
+  float rows[kBlockKeys * kMaxHeadDim];           // of K or V
 };
 
 int num_lanes(int num_rows) { return (num_rows + kLanes - 1) / kLanes * kLanes; }
@@ -50,44 +51,42 @@ DFLASH_INLINE int request_rows(const PagedAttentionParams& p, int r, int* begin)
   return std::max(std::min(p.query_start_loc[r + 1], p.num_rows) - *begin, 0);
 }
 
-// Rows of K or V as floats: the cache itself where it is fp32. Rows past the last key are zeros.
+// Rows of K or V as floats, one after the other, so that they share the first-level cache with what
+// they meet; zeros for a block that is not in the cache and up to the next multiple of kLanes.
 template <typename CacheT>
-DFLASH_INLINE void find_rows(const PagedAttentionParams& p, const void* cache, const CacheStrides& strides,
-                             const Item& item, int first, int count, float* converted, const float** rows) {
+DFLASH_INLINE void load_rows(const PagedAttentionParams& p, const void* cache,
+                             const CacheStrides& strides, const Item& item, int first, int count,
+                             float* rows) {
   const int32_t* blocks = p.block_table + item.req * p.block_table_stride;
   const CacheT* head = static_cast<const CacheT*>(cache) + item.kv_head * strides.head;
   for (int j = 0; j < count; ++j) {
     const int page = (first + j) / p.kv_block_size;
     const int64_t block = blocks[page];
+    float* to = rows + j * p.head_dim;
     if (block < 0 || block >= p.num_blocks) {
-      rows[j] = kZeros;
+      for (int d = 0; d < p.head_dim; ++d) to[d] = 0.0f;
       continue;
     }
-    const CacheT* row = head + block * strides.block + (first + j - page * p.kv_block_size) * strides.offset;
-    if constexpr (std::is_same_v<CacheT, float>) {
-      rows[j] = row;
-    } else {
-      float* to = converted + j * p.head_dim;
-      for (int d = 0; d < p.head_dim; ++d) to[d] = to_float(row[d]);
-      rows[j] = to;
-    }
+    const CacheT* row =
+        head + block * strides.block + (first + j - page * p.kv_block_size) * strides.offset;
+    for (int d = 0; d < p.head_dim; ++d) to[d] = to_float(row[d]);
   }
-  for (int j = count; j % kLanes != 0; ++j) rows[j] = kZeros;
+  for (int i = count * p.head_dim; i % (kLanes * p.head_dim) != 0; ++i) rows[i] = 0.0f;
 }
 
 // scores[key][lane] = sum over d of keys[key][d] * query[d][lane].
 template <int kVectors>
-DFLASH_INLINE void multiply_query_key(const float* query, const float* const* keys, int count, int head_dim,
-                                      float* scores) {
+DFLASH_INLINE void multiply_query_key(const float* query, const float* keys, int count,
+                                      int head_dim, float* scores) {
   constexpr int kKeys = kVectors == 1 ? 8 : 4;
   for (int first = 0; first < count; first += kKeys) {
     FloatVector sum[kKeys][kVectors] = {};
-    const float* const* k = keys + first;
+    const float* k = keys + first * head_dim;
     for (int d = 0; d < head_dim; ++d) {
       const FloatVector* q = reinterpret_cast<const FloatVector*>(query + d * kVectors * kLanes);
 #pragma GCC unroll 8
       for (int j = 0; j < kKeys; ++j) {
-        const float x = k[j][d];
+        const float x = k[j * head_dim + d];
 #pragma GCC unroll 3
         for (int v = 0; v < kVectors; ++v) sum[j][v] += q[v] * x;
       }
@@ -98,15 +97,16 @@ DFLASH_INLINE void multiply_query_key(const float* query, const float* const* ke
 
 // acc[d][lane] += sum over keys of values[key][d] * probabilities[key][lane].
 template <int kVectors>
-DFLASH_INLINE void multiply_probability_value(const float* probabilities, const float* const* values, int count,
-                                              int head_dim, float* acc) {
+DFLASH_INLINE void multiply_probability_value(const float* probabilities, const float* values,
+                                              int count, int head_dim, float* acc) {
   constexpr int kColumns = kVectors == 1 ? 8 : 4;
   for (int first = 0; first < head_dim; first += kColumns) {
     FloatVector sum[kColumns][kVectors];
     std::memcpy(sum, acc + first * kVectors * kLanes, sizeof(sum));
     for (int key = 0; key < count; ++key) {
-      const float* value = values[key] + first;
-      const FloatVector* p = reinterpret_cast<const FloatVector*>(probabilities + key * kVectors * kLanes);
+      const float* value = values + key * head_dim + first;
+      const FloatVector* p =
+          reinterpret_cast<const FloatVector*>(probabilities + key * kVectors * kLanes);
 #pragma GCC unroll 8
       for (int j = 0; j < kColumns; ++j) {
         const float x = value[j];
@@ -118,10 +118,11 @@ DFLASH_INLINE void multiply_probability_value(const float* probabilities, const 
   }
 }
 
-// Scores to probabilities; rescales acc. What a row does not see is replaced, not added to: its slot may hold anything.
+// Scores to probabilities; rescales acc. What a row does not see is replaced, not added to: its
+// slot may hold anything.
 template <int kVectors>
-DFLASH_INLINE void softmax(const KeyRange* seen, int first, int count, bool masked, float scale, int head_dim,
-                           float* scores, float* part) {
+DFLASH_INLINE void softmax(const KeyRange* seen, int first, int count, bool masked, float scale,
+                           int head_dim, float* scores, float* part) {
   constexpr int kM = kVectors * kLanes;
   float *m = part, *l = part + kM, *acc = part + 2 * kM;
   float top[kM], alpha[kM], sum[kM];
@@ -142,7 +143,9 @@ DFLASH_INLINE void softmax(const KeyRange* seen, int first, int count, bool mask
   for (int key = 0; key < count; ++key) {
     float* s = scores + key * kM;
     for (int i = 0; i < kM; ++i) {
-      s[i] = s[i] == kNothing ? 0.0f : fast_exp(s[i] - top[i]);
+      // Computed for hidden keys too: a conditional exp would not vectorise.
+      const float e = fast_exp(s[i] - top[i]);
+      s[i] = s[i] == kNothing ? 0.0f : e;
       sum[i] += s[i];
     }
   }
@@ -154,21 +157,24 @@ DFLASH_INLINE void softmax(const KeyRange* seen, int first, int count, bool mask
 
 // The tile's query rows, transposed, and what each sees; lanes past the last row repeat it.
 template <typename T>
-DFLASH_INLINE void load_query(const PagedAttentionParams& p, const Item& item, float* to, KeyRange* seen) {
+DFLASH_INLINE void load_query(const PagedAttentionParams& p, const Item& item, float* to,
+                              KeyRange* seen) {
   const int ratio = p.num_heads / p.num_kv_heads, lanes = num_lanes(item.num_rows);
   int begin;
   const int query_len = request_rows(p, item.req, &begin);
   for (int i = 0; i < lanes; ++i) {
     const int packed = item.first_row + std::min(i, item.num_rows - 1);
     const int64_t row = begin + packed / ratio, head = item.kv_head * ratio + packed % ratio;
-    const T* query = static_cast<const T*>(p.query) + row * p.query_strides.row + head * p.query_strides.head;
+    const T* query =
+        static_cast<const T*>(p.query) + row * p.query_strides.row + head * p.query_strides.head;
     for (int d = 0; d < p.head_dim; ++d) to[d * lanes + i] = to_float(query[d]);
     seen[i] = visible_keys(p.mask, p.seq_lens[item.req], query_len, packed / ratio);
   }
 }
 
 template <typename CacheT, int kVectors>
-DFLASH_INLINE void attend(const PagedAttentionParams& p, const Item& item, Scratch& scratch, float* part) {
+DFLASH_INLINE void attend(const PagedAttentionParams& p, const Item& item, Scratch& scratch,
+                          float* part) {
   constexpr int kM = kVectors * kLanes;
   KeyRange seen[kM];
   DFLASH_DISPATCH_FLOATING(p.dtype, load_query<scalar_t>(p, item, scratch.query, seen));
@@ -176,20 +182,21 @@ DFLASH_INLINE void attend(const PagedAttentionParams& p, const Item& item, Scrat
   for (int i = kM; i < kM * (2 + p.head_dim); ++i) part[i] = 0.0f;
 
   const float scale = p.scale * (p.k_scale != nullptr ? p.k_scale[0] : 1.0f);
-  const float* rows[attention::kBlockN];
-  for (int first = item.keys.begin; first < item.keys.end; first += attention::kBlockN) {
-    const int count = std::min(attention::kBlockN, item.keys.end - first);
-    find_rows<CacheT>(p, p.key_cache, p.key_strides, item, first, count, scratch.rows, rows);
-    multiply_query_key<kVectors>(scratch.query, rows, count, p.head_dim, scratch.scores);
+  for (int first = item.keys.begin; first < item.keys.end; first += kBlockKeys) {
+    const int count = std::min(kBlockKeys, item.keys.end - first);
+    load_rows<CacheT>(p, p.key_cache, p.key_strides, item, first, count, scratch.rows);
+    multiply_query_key<kVectors>(scratch.query, scratch.rows, count, p.head_dim, scratch.scores);
     const bool masked = first < seen[kM - 1].begin || first + count > seen[0].end;
     softmax<kVectors>(seen, first, count, masked, scale, p.head_dim, scratch.scores, part);
-    find_rows<CacheT>(p, p.value_cache, p.value_strides, item, first, count, scratch.rows, rows);
-    multiply_probability_value<kVectors>(scratch.scores, rows, count, p.head_dim, part + 2 * kM);
+    load_rows<CacheT>(p, p.value_cache, p.value_strides, item, first, count, scratch.rows);
+    multiply_probability_value<kVectors>(scratch.scores, scratch.rows, count, p.head_dim,
+                                         part + 2 * kM);
   }
 }
 
 template <typename CacheT>
-DFLASH_INLINE void attend_lanes(const PagedAttentionParams& p, const Item& item, Scratch& scratch, float* part) {
+DFLASH_INLINE void attend_lanes(const PagedAttentionParams& p, const Item& item, Scratch& scratch,
+                                float* part) {
   switch (num_lanes(item.num_rows) / kLanes) {
     case 1: return attend<CacheT, 1>(p, item, scratch, part);
     case 2: return attend<CacheT, 2>(p, item, scratch, part);
@@ -197,7 +204,8 @@ DFLASH_INLINE void attend_lanes(const PagedAttentionParams& p, const Item& item,
   }
 }
 
-DFLASH_CPU_CLONES void attend_item(const PagedAttentionParams& p, const Item& item, Scratch& scratch, float* part) {
+DFLASH_CPU_CLONES void attend_item(const PagedAttentionParams& p, const Item& item,
+                                   Scratch& scratch, float* part) {
   switch (p.kv_dtype) {
     case DType::kFloat32: return attend_lanes<float>(p, item, scratch, part);
     case DType::kFloat16: return attend_lanes<Half>(p, item, scratch, part);
@@ -228,12 +236,14 @@ DFLASH_INLINE void store(const PagedAttentionParams& p, const Item& item, const 
       for (int d = 0; d < p.head_dim; ++d) values[d] += weight * part[(2 + d) * lanes];
     }
     const float factor = l == 0.0f ? 0.0f : (p.v_scale != nullptr ? p.v_scale[0] : 1.0f) / l;
-    T* output = static_cast<T*>(p.output) + row * p.output_strides.row + head * p.output_strides.head;
+    T* output =
+        static_cast<T*>(p.output) + row * p.output_strides.row + head * p.output_strides.head;
     for (int d = 0; d < p.head_dim; ++d) output[d] = from_float<T>(values[d] * factor);
   }
 }
 
-DFLASH_CPU_CLONES void store_item(const PagedAttentionParams& p, const Item& item, const float* parts) {
+DFLASH_CPU_CLONES void store_item(const PagedAttentionParams& p, const Item& item,
+                                  const float* parts) {
   DFLASH_DISPATCH_FLOATING(p.dtype, store<scalar_t>(p, item, parts));
 }
 
@@ -245,7 +255,8 @@ std::vector<Item> make_tiles(const PagedAttentionParams& p) {
     int begin;
     const int query_len = request_rows(p, r, &begin);
     const int num_rows = query_len * ratio;
-    for (int first = (num_rows - 1) / kTileM * kTileM; num_rows > 0 && first >= 0; first -= kTileM) {
+    for (int first = (num_rows - 1) / kTileM * kTileM; num_rows > 0 && first >= 0;
+         first -= kTileM) {
       const int rows = std::min(kTileM, num_rows - first);
       const KeyRange keys =
           tile_keys(p.mask, p.seq_lens[r], query_len, first / ratio, (first + rows - 1) / ratio);
@@ -266,7 +277,8 @@ std::vector<Item> split_tiles(const std::vector<Item>& tiles, int head_dim, int6
     const int num_keys = std::max(item.keys.end - item.keys.begin, 0);
     item.num_splits = split ? std::max(ceil_div(num_keys, kSplitKeys), 1) : 1;
     item.part = *part_floats;
-    if (item.num_splits > 1) *part_floats += int64_t{item.num_splits} * num_lanes(item.num_rows) * (2 + head_dim);
+    if (item.num_splits > 1)
+      *part_floats += int64_t{item.num_splits} * num_lanes(item.num_rows) * (2 + head_dim);
     const KeyRange keys = item.keys;
     for (item.split = 0; item.split < item.num_splits; ++item.split) {
       if (item.num_splits > 1) {
@@ -281,7 +293,8 @@ std::vector<Item> split_tiles(const std::vector<Item>& tiles, int head_dim, int6
 
 int64_t total_products(const std::vector<Item>& items, int head_dim) {
   int64_t sum = 0;
-  for (const Item& item : items) sum += int64_t{item.num_rows} * (item.keys.end - item.keys.begin) * head_dim;
+  for (const Item& item : items)
+    sum += int64_t{item.num_rows} * (item.keys.end - item.keys.begin) * head_dim;
   return sum;
 }
 
@@ -304,7 +317,8 @@ void paged_attention(const PagedAttentionParams& p) {
       const Item& item = items[i];
       const bool split = item.num_splits > 1;
       const int64_t part_size = int64_t{num_lanes(item.num_rows)} * (2 + p.head_dim);
-      attend_item(p, item, scratch, split ? parts.get() + item.part + item.split * part_size : scratch.part);
+      attend_item(p, item, scratch,
+                  split ? parts.get() + item.part + item.split * part_size : scratch.part);
       if (left[item.tile].fetch_sub(1, std::memory_order_acq_rel) > 1) continue;
       store_item(p, item, split ? parts.get() + item.part : scratch.part);
     }

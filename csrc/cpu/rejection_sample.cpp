@@ -57,14 +57,15 @@ float probability(const LogitsRow& row, const Softmax& s, int64_t token) {
   return exp_or_zero(logit_at(row, token) - s.max) * s.inv_sum;
 }
 
-DFLASH_INLINE void load_probabilities(const LogitsRow& row, const Softmax& s, int64_t begin, int64_t count,
-                                      float* out) {
+DFLASH_INLINE void load_probabilities(const LogitsRow& row, const Softmax& s, int64_t begin,
+                                      int64_t count, float* out) {
   load_tile(row, begin, count, out);
   const float max = s.max, inv_sum = s.inv_sum;
   for (int64_t i = 0; i < round_to_lanes(count); ++i) out[i] = exp_or_zero(out[i] - max) * inv_sum;
 }
 
-// What a draft is verified against: the target's row and the drafter's, absent where it is one-hot at the draft.
+// What a draft is verified against: the target's row and the drafter's, absent where it is one-hot
+// at the draft.
 struct Pair {
   LogitsRow p_row, q_row;
   Softmax p_softmax, q_softmax;
@@ -93,7 +94,8 @@ float q_of_draft(const Pair& pair) {
 DFLASH_INLINE void load_pair(const Pair& pair, int64_t begin, int64_t count, Buffers& b) {
   load_probabilities(pair.p_row, pair.p_softmax, begin, count, b.p);
   if (!pair.one_hot) return load_probabilities(pair.q_row, pair.q_softmax, begin, count, b.q);
-  for (int64_t i = 0; i < round_to_lanes(count); ++i) b.q[i] = begin + i == pair.draft ? 1.0f : 0.0f;
+  for (int64_t i = 0; i < round_to_lanes(count); ++i)
+    b.q[i] = begin + i == pair.draft ? 1.0f : 0.0f;
 }
 
 // Sum of max(path * p - q, 0).
@@ -104,13 +106,15 @@ DFLASH_CPU_CLONES float excess_of(const Pair& pair, float path, int64_t vocab_si
   for (int64_t begin = 0; begin < vocab_size; begin += kTile) {
     const int64_t count = tile_size(vocab_size, begin);
     load_pair(pair, begin, count, b);
-    for (int64_t i = 0; i < round_to_lanes(count); ++i) b.p[i] = residual_weight(path, b.p[i], b.q[i]);
+    for (int64_t i = 0; i < round_to_lanes(count); ++i)
+      b.p[i] = residual_weight(path, b.p[i], b.q[i]);
     sum += tile_sum(b.p, round_to_lanes(count));
   }
   return static_cast<float>(sum);
 }
 
-DFLASH_CPU_CLONES int64_t choose_residual(const Pair& pair, float path, const NoiseKey& noise, int64_t vocab_size) {
+DFLASH_CPU_CLONES int64_t choose_residual(const Pair& pair, float path, const NoiseKey& noise,
+                                          int64_t vocab_size) {
   Buffers b;
   FirstMaximum best;
   for (int64_t begin = 0; begin < vocab_size; begin += kTile) {
@@ -132,8 +136,10 @@ int64_t choose_row(const RejectionSampleParams& p, const VerifiedRequest& r, int
   return choose(target_row(p, r, i), p.vocab_size, r.sampled() ? &noise : nullptr);
 }
 
-Outcome replace(const RejectionSampleParams& p, const VerifiedRequest& r, const Pair& pair, float path, int i) {
-  return Outcome{i, choose_residual(pair, path, block_noise(Stream::kResidual, r.seed, r.anchor, i), p.vocab_size)};
+Outcome replace(const RejectionSampleParams& p, const VerifiedRequest& r, const Pair& pair,
+                float path, int i) {
+  return Outcome{i, choose_residual(pair, path, block_noise(Stream::kResidual, r.seed, r.anchor, i),
+                                    p.vocab_size)};
 }
 
 Outcome verify_by_choice(const RejectionSampleParams& p, const VerifiedRequest& r) {
@@ -168,7 +174,8 @@ Outcome verify_block(const RejectionSampleParams& p, const VerifiedRequest& r) {
     path = block_path(path, p_of_draft(pair), q_of_draft(pair));
     const bool ends = i + 1 == r.num_drafts;
     if (!ends) pair = make_pair(p, r, i + 1);
-    const float threshold = ends ? path : block_threshold(path, excess_of(pair, path, p.vocab_size));
+    const float threshold =
+        ends ? path : block_threshold(path, excess_of(pair, path, p.vocab_size));
     if (!(acceptance_uniform(r, i) < threshold)) continue;
     accepted = i + 1;
     last = pair;
@@ -184,7 +191,8 @@ Outcome verify(const RejectionSampleParams& p, const VerifiedRequest& r) {
   return p.method == RejectionMethod::kStandard ? verify_standard(p, r) : verify_block(p, r);
 }
 
-void commit(const RejectionSampleParams& p, const VerifiedRequest& r, const Outcome& outcome, int64_t req) {
+void commit(const RejectionSampleParams& p, const VerifiedRequest& r, const Outcome& outcome,
+            int64_t req) {
   int64_t* tokens = p.sampled_token_ids + req * p.sampled_token_ids_stride;
   int n = commit_limit(p, r, outcome.accepted);
   for (int i = 0; i < n; ++i) {

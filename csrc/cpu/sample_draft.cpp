@@ -15,14 +15,16 @@ void* record_row(const SampleDraftParams& p, const DraftRow& r) {
 void fill_record(const SampleDraftParams& p, void* record, int64_t begin) {
   DFLASH_DISPATCH_FLOATING(p.draft_logits_dtype, {
     scalar_t* out = static_cast<scalar_t*>(record);
-    for (int64_t v = begin; v < p.target_vocab_size; ++v) out[v] = from_float<scalar_t>(kNegativeInfinity);
+    for (int64_t v = begin; v < p.target_vocab_size; ++v)
+      out[v] = from_float<scalar_t>(kNegativeInfinity);
   });
 }
 
-// Stores a tile; a sampled row goes on with what was stored, so that the record is what was drawn from.
+// Stores a tile; a sampled row goes on with what was stored, so that the record is what was drawn
+// from.
 template <typename scalar_t>
-DFLASH_INLINE void record_tile(const SampleDraftParams& p, const DraftRow& r, scalar_t* out, int64_t begin,
-                               int64_t count, float* x) {
+DFLASH_INLINE void record_tile(const SampleDraftParams& p, const DraftRow& r, scalar_t* out,
+                               int64_t begin, int64_t count, float* x) {
   if (p.d2t == nullptr) {
     for (int64_t i = 0; i < count; ++i) out[begin + i] = from_float<scalar_t>(x[i]);
   } else {
@@ -35,8 +37,8 @@ DFLASH_INLINE void record_tile(const SampleDraftParams& p, const DraftRow& r, sc
   for (int64_t i = 0; i < count; ++i) x[i] = round_to<scalar_t>(x[i]);
 }
 
-DFLASH_INLINE void load_target_words(const SampleDraftParams& p, const NoiseKey& noise, int64_t begin, int64_t count,
-                                     uint32_t* words) {
+DFLASH_INLINE void load_target_words(const SampleDraftParams& p, const NoiseKey& noise,
+                                     int64_t begin, int64_t count, uint32_t* words) {
   if (p.d2t == nullptr) return load_words(noise, begin, count, words);
   for (int64_t i = 0; i < count; ++i) words[i] = stream_word(noise, target_id(p, begin + i));
 }
@@ -60,7 +62,8 @@ DFLASH_CPU_CLONES void sample_row(const SampleDraftParams& p, int64_t row) {
     }
     if (!r.greedy) {
       load_target_words(p, r.noise, begin, count, words);
-      for (int64_t i = 0; i < count; ++i) x[i] = x[i] * inv_temperature + gumbel_from_word(words[i]);
+      for (int64_t i = 0; i < count; ++i)
+        x[i] = x[i] * inv_temperature + gumbel_from_word(words[i]);
     }
     update(best, x, begin, round_to_lanes(count));
   }

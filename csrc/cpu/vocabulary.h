@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Passes over one row of logits, a tile at a time: plain loops over a buffer in L1, inlined into the twins' clones.
+// Passes over one row of logits, a tile at a time: plain loops over a buffer in L1, inlined into
+// the twins' clones.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +35,8 @@ DFLASH_INLINE void load_tile(const LogitsRow& row, int64_t begin, int64_t count,
   for (int64_t i = count; i < round_to_lanes(count); ++i) out[i] = kNegativeInfinity;
 }
 
-// Noise words of tokens begin .. begin + count, begin a multiple of 4; writes up to a multiple of kLanes.
+// Noise words of tokens begin .. begin + count, begin a multiple of 4; writes up to a multiple of
+// kLanes.
 DFLASH_INLINE void load_words(const NoiseKey& noise, int64_t begin, int64_t count, uint32_t* out) {
   const NoiseKey key = noise;
   const uint32_t first = static_cast<uint32_t>(begin / 4);

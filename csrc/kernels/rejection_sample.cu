@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Accept drafts and choose the next token. scan_kernel: a CTA owns one shard of one logits row and leaves either the key
-// of its first maximum (argmax or Gumbel-max) or the softmax parts of p and q. finish_kernel: a CTA owns one request.
-// "match", "synthetic": these two. "standard" adds accept_kernel (a CTA a request: which draft fails) and
-// residual_kernel (a CTA a shard of the failed row); "block" with draft logits adds excess_kernel (a CTA a shard of each
-// row) and block_kernel (a CTA a request). Bytes moved: the logits once; the failed rows twice, "block" every row twice.
+// Accept drafts and choose the next token. scan_kernel: a CTA owns one shard of one logits row and
+// leaves either the key of its first maximum (argmax or Gumbel-max) or the softmax parts of p and
+// q. finish_kernel: a CTA owns one request. "match", "synthetic": these two. "standard" adds
+// accept_kernel (a CTA a request: which draft fails) and residual_kernel (a CTA a shard of the
+// failed row); "block" with draft logits adds excess_kernel (a CTA a shard of each row) and
+// block_kernel (a CTA a request). Bytes moved: the logits once; the failed rows twice, "block"
+// every row twice.
 #include "rejection_sample.h"
 
 #include "common/shard.h"
@@ -15,23 +17,29 @@ constexpr int kRequestThreads = 128;
 constexpr int kRequestWarps = kRequestThreads / 32;
 
 // Parts of p and q of one shard.
-struct alignas(16) PairParts { MaxSum p, q; };
+struct alignas(16) PairParts {
+  MaxSum p, q;
+};
 
-struct alignas(16) PairSoftmax { Softmax p, q; };
+struct alignas(16) PairSoftmax {
+  Softmax p, q;
+};
 
 struct Scratch {
   PairSoftmax* softmax;  // [num_reqs, max_rows]
   PairParts* parts;      // [num_reqs, max_rows, shards]
-  uint64_t* keys;        // [num_reqs, max_rows, shards]; row `accepted` ends as the keys of the emitted token
-  float* excess;         // [num_reqs, max_rows, shards]
-  float* path;           // [num_reqs, max_rows], P_i
-  int* accepted;         // [num_reqs], of sampled requests
+  uint64_t*
+      keys;  // [num_reqs, max_rows, shards]; row `accepted` ends as the keys of the emitted token
+  float* excess;  // [num_reqs, max_rows, shards]
+  float* path;    // [num_reqs, max_rows], P_i
+  int* accepted;  // [num_reqs], of sampled requests
   unsigned max_rows;
   unsigned shards;
 };
 
 DFLASH_HOST_DEVICE bool uses_softmax(const RejectionSampleParams& p) {
-  return p.max_drafts > 0 && (p.method == RejectionMethod::kStandard || p.method == RejectionMethod::kBlock);
+  return p.max_drafts > 0 &&
+         (p.method == RejectionMethod::kStandard || p.method == RejectionMethod::kBlock);
 }
 
 bool uses_excess(const RejectionSampleParams& p) {
@@ -88,27 +96,33 @@ __device__ __forceinline__ int first_where(int count, Test test) {
 }
 
 // The request with its block cut at the first id that is no token; for a whole warp.
-__device__ __forceinline__ VerifiedRequest load_request(const RejectionSampleParams& p, int64_t req) {
+__device__ __forceinline__ VerifiedRequest load_request(const RejectionSampleParams& p,
+                                                        int64_t req) {
   VerifiedRequest r = verified_request(p, req);
-  r.num_drafts = first_where(r.num_drafts, [&](int i) { return !is_token(r.drafts[i], p.vocab_size); });
+  r.num_drafts =
+      first_where(r.num_drafts, [&](int i) { return !is_token(r.drafts[i], p.vocab_size); });
   return r;
 }
 
-__device__ __forceinline__ bool commits_nothing(const RejectionSampleParams& p, const VerifiedRequest& r) {
+__device__ __forceinline__ bool commits_nothing(const RejectionSampleParams& p,
+                                                const VerifiedRequest& r) {
   return commit_limit(p, r, 0) == 0;
 }
 
-__device__ __forceinline__ bool is_verified_by_softmax(const RejectionSampleParams& p, const VerifiedRequest& r) {
+__device__ __forceinline__ bool is_verified_by_softmax(const RejectionSampleParams& p,
+                                                       const VerifiedRequest& r) {
   return r.sampled() && uses_softmax(p);
 }
 
-__device__ __forceinline__ int synthetic_accepted(const RejectionSampleParams& p, const VerifiedRequest& r) {
-  return first_where(r.num_drafts,
-                     [&](int i) { return !accepts_synthetic(acceptance_uniform(r, i), p.synthetic_rates[i]); });
+__device__ __forceinline__ int synthetic_accepted(const RejectionSampleParams& p,
+                                                  const VerifiedRequest& r) {
+  return first_where(r.num_drafts, [&](int i) {
+    return !accepts_synthetic(acceptance_uniform(r, i), p.synthetic_rates[i]);
+  });
 }
 
-__device__ __forceinline__ void choose(const RejectionSampleParams& p, const VerifiedRequest& r, int i, int64_t shard,
-                                       uint64_t* key_out) {
+__device__ __forceinline__ void choose(const RejectionSampleParams& p, const VerifiedRequest& r,
+                                       int i, int64_t shard, uint64_t* key_out) {
   Quads q = load_quads(target_row(p, r, i), p.vocab_size, shard);
   if (r.sampled()) {
     const NoiseKey noise = row_noise(p, r, i);
@@ -141,12 +155,14 @@ __device__ __forceinline__ MaxSum max_sum(const LogitsRow& row, int64_t vocab_si
   return block_reduce<MergedMaxSum>(m);
 }
 
-__global__ void __launch_bounds__(kShardThreads) scan_kernel(const RejectionSampleParams p, const Scratch s) {
+__global__ void __launch_bounds__(kShardThreads)
+    scan_kernel(const RejectionSampleParams p, const Scratch s) {
   const auto [req, row, i, shard] = row_shard(s);
   const VerifiedRequest r = load_request(p, req);
   if (commits_nothing(p, r) || i > r.num_drafts) return;
   if (p.method == RejectionMethod::kSynthetic && i != synthetic_accepted(p, r)) return;
-  if (i == r.num_drafts || !is_verified_by_softmax(p, r)) return choose(p, r, i, shard, s.keys + blockIdx.x);
+  if (i == r.num_drafts || !is_verified_by_softmax(p, r))
+    return choose(p, r, i, shard, s.keys + blockIdx.x);
 
   PairParts parts{};
   parts.p = max_sum(target_row(p, r, i), p.vocab_size, shard);
@@ -165,24 +181,29 @@ __device__ __forceinline__ Softmax to_softmax(MaxSum m) {
   return Softmax{softmax_origin(m.max), m.sum > 0.0f ? 1.0f / m.sum : 0.0f};
 }
 
-__device__ __forceinline__ float probability(float logit, const Softmax& s) { return expf(logit - s.max) * s.inv_sum; }
+__device__ __forceinline__ float probability(float logit, const Softmax& s) {
+  return expf(logit - s.max) * s.inv_sum;
+}
 
-// Whether and where the block may end, from P_1 .. P_n and the excess after each draft but the last: Sun et al.
+// Whether and where the block may end, from P_1 .. P_n and the excess after each draft but the
+// last: Sun et al.
 template <typename Excess>
-__device__ __forceinline__ int last_ending(const VerifiedRequest& r, const float* path, Excess excess) {
+__device__ __forceinline__ int last_ending(const VerifiedRequest& r, const float* path,
+                                           Excess excess) {
   const int n = r.num_drafts;
   // Counted from the back, the last ending is the first.
   return n - first_where(n, [&](int back) {
-    const int i = n - back;
-    const float threshold = i == n ? path[n] : block_threshold(path[i], excess(i));
-    return acceptance_uniform(r, i - 1) < threshold;
-  });
+           const int i = n - back;
+           const float threshold = i == n ? path[n] : block_threshold(path[i], excess(i));
+           return acceptance_uniform(r, i - 1) < threshold;
+         });
 }
 
-__global__ void __launch_bounds__(kRequestThreads) accept_kernel(const RejectionSampleParams p, const Scratch s) {
+__global__ void __launch_bounds__(kRequestThreads)
+    accept_kernel(const RejectionSampleParams p, const Scratch s) {
   extern __shared__ float shared[];
-  float* p_draft = shared;                  // [max_rows]
-  float* q_draft = p_draft + s.max_rows;    // [max_rows]
+  float* p_draft = shared;                // [max_rows]
+  float* q_draft = p_draft + s.max_rows;  // [max_rows]
   const int64_t req = blockIdx.x;
   const VerifiedRequest r = load_request(p, req);
   if (commits_nothing(p, r) || !is_verified_by_softmax(p, r)) return;
@@ -199,14 +220,17 @@ __global__ void __launch_bounds__(kRequestThreads) accept_kernel(const Rejection
     if (threadIdx.x % 32 != 0) continue;
     s.softmax[row] = softmax;
     p_draft[i] = probability(logit_at(target_row(p, r, i), r.drafts[i]), softmax.p);
-    q_draft[i] = p.draft_logits == nullptr ? 1.0f : probability(logit_at(drafter_row(p, r, i), r.drafts[i]), softmax.q);
+    q_draft[i] = p.draft_logits == nullptr
+                     ? 1.0f
+                     : probability(logit_at(drafter_row(p, r, i), r.drafts[i]), softmax.q);
   }
   __syncthreads();
   if (warp != 0) return;
 
   if (p.method == RejectionMethod::kStandard) {
-    const int accepted =
-        first_where(n, [&](int i) { return !accepts_standard(acceptance_uniform(r, i), p_draft[i], q_draft[i]); });
+    const int accepted = first_where(n, [&](int i) {
+      return !accepts_standard(acceptance_uniform(r, i), p_draft[i], q_draft[i]);
+    });
     if (threadIdx.x == 0) s.accepted[req] = accepted;
     return;
   }
@@ -218,12 +242,15 @@ __global__ void __launch_bounds__(kRequestThreads) accept_kernel(const Rejection
   }
   __syncwarp();
   if (p.draft_logits != nullptr) return;
-  const int accepted = last_ending(r, path, [&](int i) { return one_hot_excess(path[i], p_draft[i]); });
+  const int accepted =
+      last_ending(r, path, [&](int i) { return one_hot_excess(path[i], p_draft[i]); });
   if (threadIdx.x == 0) s.accepted[req] = accepted;
 }
 
 // p and q of this thread's columns of row i, whose softmax is known.
-struct PairQuads { Quads p, q; };
+struct PairQuads {
+  Quads p, q;
+};
 
 __device__ __forceinline__ Quads to_probabilities(Quads q, const Softmax& s) {
 #pragma unroll
@@ -234,7 +261,8 @@ __device__ __forceinline__ Quads to_probabilities(Quads q, const Softmax& s) {
   return q;
 }
 
-__device__ __forceinline__ PairQuads load_pair(const RejectionSampleParams& p, const VerifiedRequest& r, int i,
+__device__ __forceinline__ PairQuads load_pair(const RejectionSampleParams& p,
+                                               const VerifiedRequest& r, int i,
                                                const PairSoftmax& softmax, int64_t shard) {
   PairQuads pair;
   pair.p = to_probabilities(load_quads(target_row(p, r, i), p.vocab_size, shard), softmax.p);
@@ -252,7 +280,8 @@ __device__ __forceinline__ PairQuads load_pair(const RejectionSampleParams& p, c
 }
 
 // Sum of max(P_i p - q, 0) over a shard of row i, 1 <= i < num_drafts.
-__global__ void __launch_bounds__(kShardThreads) excess_kernel(const RejectionSampleParams p, const Scratch s) {
+__global__ void __launch_bounds__(kShardThreads)
+    excess_kernel(const RejectionSampleParams p, const Scratch s) {
   const auto [req, row, i, shard] = row_shard(s);
   const VerifiedRequest r = load_request(p, req);
   if (commits_nothing(p, r) || !is_verified_by_softmax(p, r) || i == 0 || i >= r.num_drafts) return;
@@ -268,14 +297,16 @@ __global__ void __launch_bounds__(kShardThreads) excess_kernel(const RejectionSa
   if (threadIdx.x == 0) s.excess[blockIdx.x] = sum;
 }
 
-__global__ void __launch_bounds__(kRequestThreads) block_kernel(const RejectionSampleParams p, const Scratch s) {
+__global__ void __launch_bounds__(kRequestThreads)
+    block_kernel(const RejectionSampleParams p, const Scratch s) {
   extern __shared__ float excess[];  // [max_rows]
   const int64_t req = blockIdx.x;
   const VerifiedRequest r = load_request(p, req);
   if (commits_nothing(p, r) || !is_verified_by_softmax(p, r)) return;
   const int warp = static_cast<int>(threadIdx.x / 32);
   for (int i = 1 + warp; i < r.num_drafts; i += kRequestWarps) {
-    const float sum = reduce_partials<SumOf>(s.excess + (req * s.max_rows + i) * s.shards, s.shards);
+    const float sum =
+        reduce_partials<SumOf>(s.excess + (req * s.max_rows + i) * s.shards, s.shards);
     if (threadIdx.x % 32 == 0) excess[i] = sum;
   }
   __syncthreads();
@@ -285,7 +316,8 @@ __global__ void __launch_bounds__(kRequestThreads) block_kernel(const RejectionS
 }
 
 // Keys of the residual of the row whose draft failed.
-__global__ void __launch_bounds__(kShardThreads) residual_kernel(const RejectionSampleParams p, const Scratch s) {
+__global__ void __launch_bounds__(kShardThreads)
+    residual_kernel(const RejectionSampleParams p, const Scratch s) {
   const int64_t req = blockIdx.x / s.shards;
   const int64_t shard = blockIdx.x % s.shards;
   const VerifiedRequest r = load_request(p, req);
@@ -312,20 +344,23 @@ __global__ void __launch_bounds__(kShardThreads) residual_kernel(const Rejection
 }
 
 // Of a whole warp.
-__device__ __forceinline__ void commit(const RejectionSampleParams& p, const VerifiedRequest& r, int accepted,
-                                       int64_t token, int64_t req) {
+__device__ __forceinline__ void commit(const RejectionSampleParams& p, const VerifiedRequest& r,
+                                       int accepted, int64_t token, int64_t req) {
   const auto token_at = [&](int i) { return i < accepted ? r.drafts[i] : token; };
   const int limit = commit_limit(p, r, accepted);
-  const int stop = first_where(limit, [&](int i) { return is_stop_token(p, r.state, token_at(i)); });
+  const int stop =
+      first_where(limit, [&](int i) { return is_stop_token(p, r.state, token_at(i)); });
   const int n = stop < limit ? stop + 1 : limit;
   int64_t* tokens = p.sampled_token_ids + req * p.sampled_token_ids_stride;
-  for (int i = static_cast<int>(threadIdx.x); i <= p.max_drafts; i += 32) tokens[i] = i < n ? token_at(i) : -1;
+  for (int i = static_cast<int>(threadIdx.x); i <= p.max_drafts; i += 32)
+    tokens[i] = i < n ? token_at(i) : -1;
   if (threadIdx.x != 0) return;
   p.num_sampled[req] = n;
   p.num_rejected[req] = r.num_rows - n;
 }
 
-__global__ void __launch_bounds__(kRequestThreads) finish_kernel(const RejectionSampleParams p, const Scratch s) {
+__global__ void __launch_bounds__(kRequestThreads)
+    finish_kernel(const RejectionSampleParams p, const Scratch s) {
   extern __shared__ uint32_t choices[];  // [max_rows]
   const int64_t req = blockIdx.x;
   const VerifiedRequest r = load_request(p, req);
@@ -340,7 +375,8 @@ __global__ void __launch_bounds__(kRequestThreads) finish_kernel(const Rejection
   }
   if (p.method == RejectionMethod::kSynthetic || is_verified_by_softmax(p, r)) {
     if (warp != 0) return;
-    const int accepted = p.method == RejectionMethod::kSynthetic ? synthetic_accepted(p, r) : s.accepted[req];
+    const int accepted =
+        p.method == RejectionMethod::kSynthetic ? synthetic_accepted(p, r) : s.accepted[req];
     return commit(p, r, accepted, choice(accepted), req);
   }
   for (int i = warp; i <= r.num_drafts; i += kRequestWarps) {

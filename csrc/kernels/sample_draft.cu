@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Draft tokens from logits rows. scan_kernel: a CTA owns one shard of one row, adds noise, records, and leaves the key
-// of its first maximum; finish_kernel: a warp owns one row. Bytes moved: num_rows * vocab_size logits read, the record
-// written. fill_kernel runs only where a record meets d2t: it writes -inf before the scattered logits.
+// Draft tokens from logits rows. scan_kernel: a CTA owns one shard of one row, adds noise, records,
+// and leaves the key of its first maximum; finish_kernel: a warp owns one row. Bytes moved:
+// num_rows * vocab_size logits read, the record written. fill_kernel runs only where a record meets
+// d2t: it writes -inf before the scattered logits.
 #include "sample_draft.h"
 
 #include "common/shard.h"
@@ -13,7 +14,8 @@ constexpr int kFinishThreads = 128;
 
 int64_t scan_shards(const SampleDraftParams& p) {
   // The shards of a record reach to the end of the target's vocabulary, where they write -inf.
-  return num_shards(p.target_vocab_size > p.vocab_size && p.d2t == nullptr ? p.target_vocab_size : p.vocab_size);
+  return num_shards(p.target_vocab_size > p.vocab_size && p.d2t == nullptr ? p.target_vocab_size
+                                                                           : p.vocab_size);
 }
 
 template <typename T>
@@ -34,7 +36,8 @@ __device__ __forceinline__ void store_quads(T* out, int64_t size, int64_t shard,
 }
 
 template <typename T>
-__device__ __forceinline__ void scatter_quads(const SampleDraftParams& p, T* out, int64_t shard, const Quads& q) {
+__device__ __forceinline__ void scatter_quads(const SampleDraftParams& p, T* out, int64_t shard,
+                                              const Quads& q) {
   for (int g = 0; g < kShardQuads; ++g) {
     const int64_t column = quad_column(shard, g);
     for (int k = 0; k < 4 && column + k < p.vocab_size; ++k) {
@@ -52,7 +55,8 @@ __device__ __forceinline__ T* record_row(const SampleDraftParams& p, const Draft
 
 // A sampled row goes on with what was stored, so that the record is what was drawn from.
 template <typename T>
-__device__ __forceinline__ void record(const SampleDraftParams& p, const DraftRow& r, int64_t shard, Quads& q) {
+__device__ __forceinline__ void record(const SampleDraftParams& p, const DraftRow& r, int64_t shard,
+                                       Quads& q) {
   T* out = record_row<T>(p, r);
   if (p.d2t == nullptr) store_quads(out, p.target_vocab_size, shard, q);
   else scatter_quads(p, out, shard, q);
@@ -64,7 +68,8 @@ __device__ __forceinline__ void record(const SampleDraftParams& p, const DraftRo
   }
 }
 
-__device__ __forceinline__ Philox4 target_words(const SampleDraftParams& p, const NoiseKey& noise, int64_t column) {
+__device__ __forceinline__ Philox4 target_words(const SampleDraftParams& p, const NoiseKey& noise,
+                                                int64_t column) {
   if (p.d2t == nullptr) return stream_words(noise, static_cast<uint32_t>(column / 4));
   Philox4 words{};
 #pragma unroll
@@ -90,7 +95,8 @@ __global__ void __launch_bounds__(kShardThreads)
     for (int g = 0; g < kShardQuads; ++g) {
       const Philox4 words = target_words(p, r.noise, quad_column(shard, g));
 #pragma unroll
-      for (int k = 0; k < 4; ++k) q.x[g][k] = q.x[g][k] * r.inv_temperature + gumbel_from_word(words.x[k]);
+      for (int k = 0; k < 4; ++k)
+        q.x[g][k] = q.x[g][k] * r.inv_temperature + gumbel_from_word(words.x[k]);
     }
   }
   const uint64_t key = block_reduce<LargerKey>(best_key(q, shard));
@@ -108,7 +114,8 @@ __global__ void __launch_bounds__(kFinishThreads)
   p.draft_tokens[r.state * p.draft_tokens_stride + r.column] = target_id(p, argmax_index(key));
 }
 
-__global__ void __launch_bounds__(kShardThreads) fill_kernel(const SampleDraftParams p, unsigned shards) {
+__global__ void __launch_bounds__(kShardThreads)
+    fill_kernel(const SampleDraftParams p, unsigned shards) {
   const DraftRow r = draft_row(p, blockIdx.x / shards);
   if (r.state < 0) return;
   const float empty = kNegativeInfinity;
@@ -116,8 +123,9 @@ __global__ void __launch_bounds__(kShardThreads) fill_kernel(const SampleDraftPa
                  {empty, empty, empty, empty},
                  {empty, empty, empty, empty},
                  {empty, empty, empty, empty}}};
-  DFLASH_DISPATCH_FLOATING(p.draft_logits_dtype, store_quads(record_row<scalar_t>(p, r), p.target_vocab_size,
-                                                             blockIdx.x % shards, q));
+  DFLASH_DISPATCH_FLOATING(
+      p.draft_logits_dtype,
+      store_quads(record_row<scalar_t>(p, r), p.target_vocab_size, blockIdx.x % shards, q));
 }
 
 }  // namespace

@@ -13,15 +13,15 @@
 namespace dflash {
 
 struct SampleDraftParams {
-  const void* logits;                  // [num_rows, >= vocab_size]
-  const int64_t* sample_positions;     // [num_rows]
-  const int32_t* sample_idx_mapping;   // [num_rows] -> state row, -1 = padded
-  const float* temperatures;           // [num_states] or null: argmax
-  const int64_t* seeds;                // [num_states]
-  const int64_t* d2t;                  // [vocab_size] or null
-  int64_t* draft_tokens;               // [num_states, num_drafts]
-  void* draft_logits;                  // [num_states, num_drafts, target_vocab_size] or null
-  void* scratch;                       // sample_draft_scratch_size bytes, CUDA only
+  const void* logits;                 // [num_rows, >= vocab_size]
+  const int64_t* sample_positions;    // [num_rows]
+  const int32_t* sample_idx_mapping;  // [num_rows] -> state row, -1 = padded
+  const float* temperatures;          // [num_states] or null: argmax
+  const int64_t* seeds;               // [num_states]
+  const int64_t* d2t;                 // [vocab_size] or null
+  int64_t* draft_tokens;              // [num_states, num_drafts]
+  void* draft_logits;                 // [num_states, num_drafts, target_vocab_size] or null
+  void* scratch;                      // sample_draft_scratch_size bytes, CUDA only
   int64_t num_rows;
   int64_t num_states;
   int64_t num_drafts;
@@ -52,7 +52,8 @@ DFLASH_HOST_DEVICE DraftRow draft_row(const SampleDraftParams& p, int64_t row) {
   r.greedy = is_greedy(temperature);
   if (r.greedy) return r;
   r.inv_temperature = 1.0f / temperature;
-  r.noise = block_noise(Stream::kDraft, p.seeds[r.state], p.sample_positions[row] - (r.column + 1), r.column);
+  r.noise = block_noise(Stream::kDraft, p.seeds[r.state], p.sample_positions[row] - (r.column + 1),
+                        r.column);
   return r;
 }
 

@@ -10,11 +10,14 @@ namespace {
 
 // Lengths are int32 on the device; a larger bound bounds nothing.
 int clamp_to_int(int64_t x) {
-  return static_cast<int>(std::min<int64_t>(std::max<int64_t>(x, 0), std::numeric_limits<int32_t>::max()));
+  return static_cast<int>(
+      std::min<int64_t>(std::max<int64_t>(x, 0), std::numeric_limits<int32_t>::max()));
 }
 
 // -1 for no bound, and for one that no position can reach.
-int window_bound(int64_t window) { return window < 0 || window >= (int64_t{1} << 30) ? -1 : static_cast<int>(window); }
+int window_bound(int64_t window) {
+  return window < 0 || window >= (int64_t{1} << 30) ? -1 : static_cast<int>(window);
+}
 
 void check_head_dim(int64_t head_dim) {
 #ifdef DFLASH_CUDA
@@ -26,37 +29,44 @@ void check_head_dim(int64_t head_dim) {
 #endif
 }
 
-void check_cache(const Tensor& cache, const char* name, const Tensor& key_cache, const Tensor& query) {
-  check_shape(cache, name, {key_cache.size(0), key_cache.size(1), key_cache.size(2), query.size(2)});
+void check_cache(const Tensor& cache, const char* name, const Tensor& key_cache,
+                 const Tensor& query) {
+  check_shape(cache, name,
+              {key_cache.size(0), key_cache.size(1), key_cache.size(2), query.size(2)});
   const ScalarType type = cache.scalar_type();
   STD_TORCH_CHECK(type == key_cache.scalar_type() &&
                       (type == query.scalar_type() || type == ScalarType::Float8_e4m3fn),
-                  name, ": expected ", dtype_name(query.scalar_type()), " or float8_e4m3fn, the same for both caches, got ",
-                  dtype_name(type));
+                  name, ": expected ", dtype_name(query.scalar_type()),
+                  " or float8_e4m3fn, the same for both caches, got ", dtype_name(type));
   check_last_dim_contiguous(cache, name);
   check_same_device(cache, name, query);
 }
 
-void check_optional(const std::optional<Tensor>& t, const char* name, int64_t size, const Tensor& query) {
+void check_optional(const std::optional<Tensor>& t, const char* name, int64_t size,
+                    const Tensor& query) {
   if (!t.has_value()) return;
   check_tensor(*t, name, {size}, ScalarType::Float, query);
 }
 
-CacheStrides cache_strides(const Tensor& cache) { return {cache.stride(0), cache.stride(1), cache.stride(2)}; }
+CacheStrides cache_strides(const Tensor& cache) {
+  return {cache.stride(0), cache.stride(1), cache.stride(2)};
+}
 
 void check_workspace(const Tensor& workspace, int64_t needed, const Tensor& query) {
   check_tensor(workspace, "workspace", {-1}, ScalarType::Byte, query);
-  STD_TORCH_CHECK(workspace.size(0) >= needed, "workspace: needs ", needed, " bytes, got ", workspace.size(0),
-                  " (see paged_attention_workspace_size)");
-  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(workspace.data_ptr()) % 16 == 0, "workspace: must be 16-byte aligned");
+  STD_TORCH_CHECK(workspace.size(0) >= needed, "workspace: needs ", needed, " bytes, got ",
+                  workspace.size(0), " (see paged_attention_workspace_size)");
+  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(workspace.data_ptr()) % 16 == 0,
+                  "workspace: must be 16-byte aligned");
 }
 
 }  // namespace
 
 void paged_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
-                     const Tensor& block_table, const Tensor& seq_lens, const Tensor& query_start_loc,
-                     int64_t max_query_len, int64_t max_seq_len, double scale, bool causal, int64_t window_left,
-                     int64_t window_right, const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scale,
+                     const Tensor& block_table, const Tensor& seq_lens,
+                     const Tensor& query_start_loc, int64_t max_query_len, int64_t max_seq_len,
+                     double scale, bool causal, int64_t window_left, int64_t window_right,
+                     const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scale,
                      const std::optional<Tensor>& v_scale, Tensor output, Tensor workspace) {
   check_shape(query, "query", {-1, -1, -1});
   check_floating(query, "query");
@@ -65,7 +75,8 @@ void paged_attention(const Tensor& query, const Tensor& key_cache, const Tensor&
   check_cache(key_cache, "key_cache", key_cache, query);
   check_cache(value_cache, "value_cache", key_cache, query);
   const int64_t num_rows = query.size(0), num_heads = query.size(1), head_dim = query.size(2);
-  const int64_t num_kv_heads = key_cache.size(2), num_reqs = seq_lens.dim() > 0 ? seq_lens.size(0) : 0;
+  const int64_t num_kv_heads = key_cache.size(2),
+                num_reqs = seq_lens.dim() > 0 ? seq_lens.size(0) : 0;
   check_tensor(seq_lens, "seq_lens", {num_reqs}, ScalarType::Int, query);
   check_tensor(block_table, "block_table", {num_reqs, -1}, ScalarType::Int, query);
   check_tensor(query_start_loc, "query_start_loc", {num_reqs + 1}, ScalarType::Int, query);
@@ -74,7 +85,8 @@ void paged_attention(const Tensor& query, const Tensor& key_cache, const Tensor&
   check_optional(v_scale, "v_scale", 1, query);
   check_tensor(output, "output", {num_rows, num_heads, head_dim}, query.scalar_type(), query);
   STD_TORCH_CHECK(num_kv_heads > 0 && num_heads % num_kv_heads == 0,
-                  "query: the number of heads must be a multiple of key_cache's, got ", num_heads, " and ", num_kv_heads);
+                  "query: the number of heads must be a multiple of key_cache's, got ", num_heads,
+                  " and ", num_kv_heads);
   check_head_dim(head_dim);
   STD_TORCH_CHECK(num_reqs <= 65535, "seq_lens: at most 65535 requests, got ", num_reqs);
   STD_TORCH_CHECK(key_cache.size(1) > 0, "key_cache: kv_block_size must be at least 1");
@@ -119,14 +131,17 @@ void paged_attention(const Tensor& query, const Tensor& key_cache, const Tensor&
 }
 
 #ifndef DFLASH_CUDA
-int64_t paged_attention_workspace_size(int64_t num_rows, int64_t num_reqs, int64_t num_heads, int64_t num_kv_heads,
-                                       int64_t head_dim, int64_t max_query_len, int64_t max_seq_len) {
-  STD_TORCH_CHECK(num_rows >= 0 && num_reqs >= 0 && head_dim > 0 && max_query_len >= 0 && max_seq_len >= 0,
-                  "paged_attention_workspace_size: limits must not be negative");
+int64_t paged_attention_workspace_size(int64_t num_rows, int64_t num_reqs, int64_t num_heads,
+                                       int64_t num_kv_heads, int64_t head_dim,
+                                       int64_t max_query_len, int64_t max_seq_len) {
+  STD_TORCH_CHECK(
+      num_rows >= 0 && num_reqs >= 0 && head_dim > 0 && max_query_len >= 0 && max_seq_len >= 0,
+      "paged_attention_workspace_size: limits must not be negative");
   STD_TORCH_CHECK(num_kv_heads > 0 && num_heads % num_kv_heads == 0,
-                  "num_heads: must be a multiple of num_kv_heads, got ", num_heads, " and ", num_kv_heads);
-  return attention::workspace_size(num_rows, num_heads, num_kv_heads, head_dim, clamp_to_int(max_query_len),
-                                   max_seq_len);
+                  "num_heads: must be a multiple of num_kv_heads, got ", num_heads, " and ",
+                  num_kv_heads);
+  return attention::workspace_size(num_rows, num_heads, num_kv_heads, head_dim,
+                                   clamp_to_int(max_query_len), max_seq_len);
 }
 #endif
 

@@ -7,26 +7,29 @@ namespace dflash {
 namespace {
 
 void check_vocabulary(const Tensor& logits, const std::optional<Tensor>& d2t, int64_t vocab_size) {
-  STD_TORCH_CHECK(vocab_size >= 1 && vocab_size <= logits.size(1), "vocab_size: expected 1 to ", logits.size(1),
-                  " (the columns of logits), got ", vocab_size);
+  STD_TORCH_CHECK(vocab_size >= 1 && vocab_size <= logits.size(1), "vocab_size: expected 1 to ",
+                  logits.size(1), " (the columns of logits), got ", vocab_size);
   if (!d2t.has_value()) return;
   check_tensor(*d2t, "d2t", {vocab_size}, ScalarType::Long, logits);
 }
 
-void check_draft_logits(const Tensor& draft_logits, const Tensor& draft_tokens, int64_t vocab_size, bool has_d2t) {
+void check_draft_logits(const Tensor& draft_logits, const Tensor& draft_tokens, int64_t vocab_size,
+                        bool has_d2t) {
   check_shape(draft_logits, "draft_logits", {draft_tokens.size(0), draft_tokens.size(1), -1});
   check_floating(draft_logits, "draft_logits");
   check_last_dim_contiguous(draft_logits, "draft_logits");
   check_same_device(draft_logits, "draft_logits", draft_tokens);
-  STD_TORCH_CHECK(has_d2t || draft_logits.size(2) >= vocab_size, "draft_logits: expected at least vocab_size = ",
-                  vocab_size, " columns without d2t, got ", draft_logits.size(2));
+  STD_TORCH_CHECK(has_d2t || draft_logits.size(2) >= vocab_size,
+                  "draft_logits: expected at least vocab_size = ", vocab_size,
+                  " columns without d2t, got ", draft_logits.size(2));
 }
 
 }  // namespace
 
-void sample_draft(const Tensor& logits, const Tensor& sample_positions, const Tensor& sample_idx_mapping,
-                  const std::optional<Tensor>& temperatures, const std::optional<Tensor>& seeds, int64_t vocab_size,
-                  double logit_scale, const std::optional<Tensor>& d2t, Tensor draft_tokens,
+void sample_draft(const Tensor& logits, const Tensor& sample_positions,
+                  const Tensor& sample_idx_mapping, const std::optional<Tensor>& temperatures,
+                  const std::optional<Tensor>& seeds, int64_t vocab_size, double logit_scale,
+                  const std::optional<Tensor>& d2t, Tensor draft_tokens,
                   std::optional<Tensor> draft_logits) {
   check_shape(logits, "logits", {-1, -1});
   check_floating(logits, "logits");
@@ -43,9 +46,11 @@ void sample_draft(const Tensor& logits, const Tensor& sample_positions, const Te
     STD_TORCH_CHECK(seeds.has_value(), "seeds: required with temperatures");
     check_tensor(*seeds, "seeds", {num_states}, ScalarType::Long, logits);
   }
-  if (draft_logits.has_value()) check_draft_logits(*draft_logits, draft_tokens, vocab_size, d2t.has_value());
+  if (draft_logits.has_value())
+    check_draft_logits(*draft_logits, draft_tokens, vocab_size, d2t.has_value());
   if (num_rows == 0 || draft_tokens.size(0) == 0) return;
-  STD_TORCH_CHECK(num_drafts >= 1, "draft_tokens: expected at least one column, got ", shape_string(draft_tokens));
+  STD_TORCH_CHECK(num_drafts >= 1, "draft_tokens: expected at least one column, got ",
+                  shape_string(draft_tokens));
 
   SampleDraftParams params{};
   params.logits = logits.data_ptr();
@@ -71,7 +76,8 @@ void sample_draft(const Tensor& logits, const Tensor& sample_positions, const Te
     params.draft_logits_dtype = to_dtype(*draft_logits);
   }
 #ifdef DFLASH_CUDA
-  const Tensor scratch = torch::stable::new_empty(logits, {sample_draft_scratch_size(params)}, ScalarType::Byte);
+  const Tensor scratch =
+      torch::stable::new_empty(logits, {sample_draft_scratch_size(params)}, ScalarType::Byte);
   params.scratch = scratch.data_ptr();
 #endif
   DFLASH_LAUNCH(sample_draft, params, logits);

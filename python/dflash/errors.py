@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors for the user. ValueError is for an argument or a checkpoint; DflashError for the world around it."""
+"""Errors for the user: ValueError for what they gave, DflashError for the world around it."""
 
 from __future__ import annotations
 

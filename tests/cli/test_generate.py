@@ -15,8 +15,8 @@ from . import fake
 @pytest.fixture
 def run(monkeypatch, capsys):
     """Runs the command in this process: (exit code, stdout, stderr)."""
-    monkeypatch.setattr(dflash, "LLM", fake.FakeLLM, raising=False)
-    monkeypatch.setattr(dflash, "SamplingParams", fake.SamplingParams, raising=False)
+    monkeypatch.setitem(vars(dflash), "LLM", fake.FakeLLM)
+    monkeypatch.setitem(vars(dflash), "SamplingParams", fake.SamplingParams)
     monkeypatch.setattr(fake.FakeLLM, "made", [])
     monkeypatch.setattr(fake.FakeLLM, "prompts", [])
 
@@ -34,11 +34,16 @@ def run(monkeypatch, capsys):
 def test_text_on_stdout_and_one_line_on_stderr(run):
     code, out, err = run("generate", "why?", "--threads", "1")
     assert code == 0
-    assert out == "The sky is blue.\n\n"
+    assert out == "The sky is blue.\n"
     assert err == "50.0 tok/s | AL 3.50 | 5 tokens | float32, cpu, 1 thread\n"
     assert fake.FakeLLM.prompts == ["<user>why?"]
     ((model, draft, arguments),) = fake.FakeLLM.made
-    assert (model, draft, arguments["dtype"], arguments["device"]) == ("demo", "demo", "auto", "auto")
+    assert (model, draft, arguments["dtype"], arguments["device"]) == (
+        "demo",
+        "demo",
+        "auto",
+        "auto",
+    )
 
 
 def test_compare_says_speed_up_and_identity(run):
@@ -49,6 +54,15 @@ def test_compare_says_speed_up_and_identity(run):
         "(medians of 5 interleaved runs) | same 5 tokens | float32, cpu, 2 threads"
     )
     assert [draft for _, draft, _ in fake.FakeLLM.made] == ["demo", None]
+
+
+def test_compare_measures_the_threads_of_each_side(run, monkeypatch):
+    counts = {True: 1, False: 2}
+    monkeypatch.setattr(
+        compare, "_best_thread_count", lambda llm, *_: counts[llm.draft is not None]
+    )
+    _, _, err = run("generate", "--compare", "why?")
+    assert err.endswith("| float32, cpu, 1 thread (2 without drafter)\n")
 
 
 def test_compare_names_the_first_token_that_differs(run, monkeypatch):
@@ -135,7 +149,7 @@ def test_debug_shows_the_traceback(run, monkeypatch):
 
 
 def test_cuda_asked_for_and_absent(run, monkeypatch):
-    monkeypatch.delattr(dflash, "LLM")  # the real one again
+    monkeypatch.delitem(vars(dflash), "LLM")  # the real one again
     monkeypatch.setattr(torch.version, "cuda", None)
     code, out, err = run("generate", "--device", "cuda", "hi")
     assert (code, out) == (1, "")

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the attention kernels share: a request's lengths, slot lookup, staging of rows into shared memory and the
-// merge of partial softmax results (m, l, acc), with m in units of log2.
+// What the attention kernels share: a request's lengths, slot lookup, staging of rows into shared
+// memory and the merge of partial softmax results (m, l, acc), with m in units of log2.
 #pragma once
 
 #include "../paged_attention.h"
@@ -13,7 +13,14 @@ constexpr int kThreads = 128;
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kNothing = -INFINITY;  // m of an empty set of keys
 
-// Request blockIdx.z: rows [begin, begin + query_len), never past num_rows whatever the device holds.
+// What the host decides for a launch.
+struct Plan {
+  int num_splits;
+  bool query_aligned, cache_aligned, output_aligned;
+};
+
+// Request blockIdx.z: rows [begin, begin + query_len), never past num_rows whatever the device
+// holds.
 struct Request {
   int begin;
   int query_len;
@@ -30,12 +37,14 @@ __device__ __forceinline__ int64_t element_size(DType type) {
   return type == DType::kFloat8E4M3 ? 1 : (type == DType::kFloat32 ? 4 : 2);
 }
 
-// Byte offsets of a key's K and V row, without the head; -1 for a block that is not in the cache (it reads as zeros).
+// Byte offsets of a key's K and V row, without the head; -1 for a block that is not in the cache
+// (it reads as zeros).
 struct SlotOffset {
   int64_t key, value;
 };
 
-__device__ __forceinline__ SlotOffset find_slot(const PagedAttentionParams& p, const int32_t* blocks, int key) {
+__device__ __forceinline__ SlotOffset find_slot(const PagedAttentionParams& p,
+                                                const int32_t* blocks, int key) {
   const unsigned page = static_cast<unsigned>(key) / static_cast<unsigned>(p.kv_block_size);
   const int64_t offset = key - static_cast<int64_t>(page) * p.kv_block_size;
   const int64_t block = blocks[page];
@@ -46,7 +55,8 @@ __device__ __forceinline__ SlotOffset find_slot(const PagedAttentionParams& p, c
 }
 
 // 16 bytes of a row into shared memory; zeros where `offset` < 0. Unaligned rows go byte by byte.
-__device__ __forceinline__ void stage_16(void* dst, const void* rows, int64_t offset, int column, bool aligned) {
+__device__ __forceinline__ void stage_16(void* dst, const void* rows, int64_t offset, int column,
+                                         bool aligned) {
   const bool valid = offset >= 0;
   const uint8_t* src = static_cast<const uint8_t*>(rows) + (valid ? offset + column : 0);
   if (aligned) return cp_async_16(dst, src, valid);
@@ -70,12 +80,15 @@ __device__ __forceinline__ Partials partials(const PagedAttentionParams& p, int 
   return {acc, reinterpret_cast<float2*>(acc + rows * p.head_dim)};
 }
 
-__device__ __forceinline__ int64_t partial_row(const PagedAttentionParams& p, int split, int64_t row, int head) {
+__device__ __forceinline__ int64_t partial_row(const PagedAttentionParams& p, int split,
+                                               int64_t row, int head) {
   return (static_cast<int64_t>(split) * p.num_rows + row) * p.num_heads + head;
 }
 
-// What turns acc into the output: v_scale / (l + the sink's share). A sink joins here, once, and carries no value.
-__device__ __forceinline__ float output_factor(const PagedAttentionParams& p, int head, float m, float l) {
+// What turns acc into the output: v_scale / (l + the sink's share). A sink joins here, once, and
+// carries no value.
+__device__ __forceinline__ float output_factor(const PagedAttentionParams& p, int head, float m,
+                                               float l) {
   if (l == 0.0f) return 0.0f;
   const float v_scale = p.v_scale != nullptr ? p.v_scale[0] : 1.0f;
   if (p.sinks == nullptr) return v_scale / l;

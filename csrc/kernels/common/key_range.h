@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which keys a query row sees, as an interval, and how an interval is cut into splits. One arithmetic for the kernels
-// (which compute it from device lengths, so that a graph replays at any length) and the CPU twin.
+// Which keys a query row sees, as an interval, and how an interval is cut into splits. One
+// arithmetic for the kernels (which compute it from device lengths, so that a graph replays at any
+// length) and the CPU twin.
 #pragma once
 
 #include <cstdint>
@@ -28,15 +29,19 @@ DFLASH_HOST_DEVICE KeyRange visible_keys(const KeyMask& mask, int seq_len, int q
   int64_t begin = 0;
   int64_t end = seq_len < mask.max_keys ? seq_len : mask.max_keys;
   if (mask.causal && position + 1 < end) end = position + 1;
-  if (mask.window_right >= 0 && position + mask.window_right + 1 < end) end = position + mask.window_right + 1;
-  if (mask.window_left >= 0 && position - mask.window_left > begin) begin = position - mask.window_left;
+  if (mask.window_right >= 0 && position + mask.window_right + 1 < end)
+    end = position + mask.window_right + 1;
+  if (mask.window_left >= 0 && position - mask.window_left > begin)
+    begin = position - mask.window_left;
   if (begin > mask.max_keys) begin = mask.max_keys;
   return {static_cast<int>(begin), static_cast<int>(end < 0 ? 0 : end)};
 }
 
 // Keys that some row in [first, last] sees.
-DFLASH_HOST_DEVICE KeyRange tile_keys(const KeyMask& mask, int seq_len, int query_len, int first, int last) {
-  return {visible_keys(mask, seq_len, query_len, first).begin, visible_keys(mask, seq_len, query_len, last).end};
+DFLASH_HOST_DEVICE KeyRange tile_keys(const KeyMask& mask, int seq_len, int query_len, int first,
+                                      int last) {
+  return {visible_keys(mask, seq_len, query_len, first).begin,
+          visible_keys(mask, seq_len, query_len, last).end};
 }
 
 DFLASH_HOST_DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Philox4x32-10 (Salmon et al., 2011) and the streams of the sampler. The integers are equal on host and device; the
-// floats come from the same plain arithmetic and differ by fused multiply-adds at most.
+// Philox4x32-10 (Salmon et al., 2011) and the streams of the sampler. The integers are equal on
+// host and device; the floats come from the same plain arithmetic and differ by fused multiply-adds
+// at most.
 #pragma once
 
 #include <cstdint>
@@ -17,13 +18,16 @@
 
 namespace dflash {
 
-struct Philox4 { uint32_t x[4]; };
+struct Philox4 {
+  uint32_t x[4];
+};
 
 DFLASH_HOST_DEVICE uint32_t mulhi32(uint32_t a, uint32_t b) {
   return static_cast<uint32_t>((static_cast<uint64_t>(a) * b) >> 32);
 }
 
-DFLASH_HOST_DEVICE Philox4 philox4x32_10(uint64_t key, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
+DFLASH_HOST_DEVICE Philox4 philox4x32_10(uint64_t key, uint32_t c0, uint32_t c1, uint32_t c2,
+                                         uint32_t c3) {
   uint32_t k0 = static_cast<uint32_t>(key);
   uint32_t k1 = static_cast<uint32_t>(key >> 32);
   DFLASH_UNROLL
@@ -40,8 +44,9 @@ DFLASH_HOST_DEVICE Philox4 philox4x32_10(uint64_t key, uint32_t c0, uint32_t c1,
   return Philox4{{c0, c1, c2, c3}};
 }
 
-// Streams that must never share noise. Target: position = the sampled token's, offset 0. The others: position = the
-// anchor's, offset = 1..N, so that a position redrawn after a rejection gets fresh noise.
+// Streams that must never share noise. Target: position = the sampled token's, offset 0. The
+// others: position = the anchor's, offset = 1..N, so that a position redrawn after a rejection gets
+// fresh noise.
 enum class Stream : uint32_t { kTarget = 0, kDraft = 1, kAcceptance = 2, kResidual = 3 };
 
 // Where one draw stands: one word for every token index.
@@ -55,9 +60,10 @@ struct NoiseKey {
 // Four words, for token indices 4 * quad .. 4 * quad + 3.
 DFLASH_HOST_DEVICE Philox4 stream_words(const NoiseKey& key, uint32_t quad) {
   const uint64_t position = static_cast<uint64_t>(key.position);
-  return philox4x32_10(static_cast<uint64_t>(key.seed), quad, static_cast<uint32_t>(position),
-                       (static_cast<uint32_t>(key.stream) << 24) | static_cast<uint32_t>(key.offset),
-                       static_cast<uint32_t>(position >> 32));
+  return philox4x32_10(
+      static_cast<uint64_t>(key.seed), quad, static_cast<uint32_t>(position),
+      (static_cast<uint32_t>(key.stream) << 24) | static_cast<uint32_t>(key.offset),
+      static_cast<uint32_t>(position >> 32));
 }
 
 DFLASH_HOST_DEVICE uint32_t stream_word(const NoiseKey& key, int64_t token) {
@@ -67,8 +73,8 @@ DFLASH_HOST_DEVICE uint32_t stream_word(const NoiseKey& key, int64_t token) {
   return token & 2 ? high : low;
 }
 
-// Uniform in (0, 1): 2^-33 .. 1 - 2^-24. The halves are converted apart because signed conversions vectorise; their
-// sum is rounded once, as a direct conversion would be.
+// Uniform in (0, 1): 2^-33 .. 1 - 2^-24. The halves are converted apart because signed conversions
+// vectorise; their sum is rounded once, as a direct conversion would be.
 DFLASH_HOST_DEVICE float uniform_from_word(uint32_t word) {
   const float value = static_cast<float>(static_cast<int32_t>(word >> 16)) * 65536.0f +
                       static_cast<float>(static_cast<int32_t>(word & 0xffffu));
@@ -77,7 +83,10 @@ DFLASH_HOST_DEVICE float uniform_from_word(uint32_t word) {
 }
 
 // x = 2^exponent * mantissa with mantissa in [sqrt(1/2), sqrt(2)), for a positive normal x.
-struct SplitFloat { float exponent; float mantissa; };
+struct SplitFloat {
+  float exponent;
+  float mantissa;
+};
 
 DFLASH_HOST_DEVICE SplitFloat split_float(float x) {
   constexpr int32_t kSqrtHalf = 0x3f3504f3;
@@ -86,7 +95,8 @@ DFLASH_HOST_DEVICE SplitFloat split_float(float x) {
                     bits_float(static_cast<uint32_t>((above & 0x007fffff) + kSqrtHalf))};
 }
 
-// exponent * log(2) + log(1 + x) within 2 ulp, 1 + x being a mantissa of split_float (coefficients: Cephes).
+// exponent * log(2) + log(1 + x) within 2 ulp, 1 + x being a mantissa of split_float (coefficients:
+// Cephes).
 DFLASH_HOST_DEVICE float log_of_split(float exponent, float x) {
   const float z = x * x;
   float y = 7.0376836292e-2f;
@@ -116,6 +126,8 @@ DFLASH_HOST_DEVICE float gumbel_from_word(uint32_t word) {
   return -log_of_split(y.exponent, y.mantissa - 1.0f);
 }
 
-DFLASH_HOST_DEVICE float stream_uniform(const NoiseKey& key) { return uniform_from_word(stream_word(key, 0)); }
+DFLASH_HOST_DEVICE float stream_uniform(const NoiseKey& key) {
+  return uniform_from_word(stream_word(key, 0));
+}
 
 }  // namespace dflash

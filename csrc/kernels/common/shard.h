@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Vocabulary passes on the device: a row is cut into shards of kShard columns, a CTA owns one shard, a thread owns
-// quads of four neighbouring columns (one Philox call each) kShardThreads quads apart, so that a warp's loads are
-// contiguous. The cut depends on the vocabulary alone: results do not depend on the batch.
+// Vocabulary passes on the device: a row is cut into shards of kShard columns, a CTA owns one
+// shard, a thread owns quads of four neighbouring columns (one Philox call each) kShardThreads
+// quads apart, so that a warp's loads are contiguous. The cut depends on the vocabulary alone:
+// results do not depend on the batch.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +21,9 @@ inline int64_t num_shards(int64_t vocab_size) { return (vocab_size + kShard - 1)
 
 #if defined(__CUDACC__)
 
-struct Quads { float x[kShardQuads][4]; };
+struct Quads {
+  float x[kShardQuads][4];
+};
 
 // First column of this thread's quad g.
 __device__ __forceinline__ int64_t quad_column(int64_t shard, int g) {
@@ -33,7 +36,8 @@ __device__ __forceinline__ bool quads_are_aligned(const T* row) {
 }
 
 template <typename T>
-__device__ __forceinline__ void load_quads(const T* row, float scale, int64_t vocab_size, int64_t shard, Quads& q) {
+__device__ __forceinline__ void load_quads(const T* row, float scale, int64_t vocab_size,
+                                           int64_t shard, Quads& q) {
   const bool aligned = quads_are_aligned(row);
 #pragma unroll
   for (int g = 0; g < kShardQuads; ++g) {
@@ -46,16 +50,18 @@ __device__ __forceinline__ void load_quads(const T* row, float scale, int64_t vo
     }
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      q.x[g][k] = column + k < vocab_size ? clean_logit(to_float(row[column + k]) * scale) : kNegativeInfinity;
+      q.x[g][k] = column + k < vocab_size ? clean_logit(to_float(row[column + k]) * scale)
+                                          : kNegativeInfinity;
     }
   }
 }
 
 // Clean logits of this thread, -inf past the vocabulary.
-__device__ __forceinline__ Quads load_quads(const LogitsRow& row, int64_t vocab_size, int64_t shard) {
+__device__ __forceinline__ Quads load_quads(const LogitsRow& row, int64_t vocab_size,
+                                            int64_t shard) {
   Quads q;
-  DFLASH_DISPATCH_FLOATING(
-      row.dtype, load_quads(static_cast<const scalar_t*>(row.data), row.scale, vocab_size, shard, q));
+  DFLASH_DISPATCH_FLOATING(row.dtype, load_quads(static_cast<const scalar_t*>(row.data), row.scale,
+                                                 vocab_size, shard, q));
   return q;
 }
 
@@ -101,7 +107,9 @@ struct MergedMaxSum {
 };
 
 template <typename T>
-__device__ __forceinline__ T shuffle_xor(T x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+__device__ __forceinline__ T shuffle_xor(T x, int mask) {
+  return __shfl_xor_sync(0xffffffffu, x, mask);
+}
 
 template <>
 __device__ __forceinline__ MaxSum shuffle_xor<MaxSum>(MaxSum x, int mask) {

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -12,11 +12,21 @@ from dflash.checkpoints.config import DraftConfig, TargetConfig
 from dflash.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from dflash.checkpoints.weights import DraftWeights, TargetWeights
+    from dflash.checkpoints.weights import DraftWeights
 
 # Vocabularies of one tokenizer differ by padding to a multiple of at most this.
 _MAX_VOCAB_PADDING = 1024
 _ROWS_PER_COMPARISON = 8192
+
+
+class Vocabulary(Protocol):
+    """The target's matrices: its weights, or the model built from them."""
+
+    @property
+    def embed_tokens(self) -> torch.Tensor: ...
+
+    @property
+    def lm_head(self) -> torch.Tensor: ...
 
 
 def check_pair(target: TargetConfig, draft: DraftConfig, weights: DraftWeights) -> None:
@@ -75,9 +85,7 @@ def _vocabulary_mismatch(vocab: int, draft: DraftConfig, weights: DraftWeights) 
     return None
 
 
-def share_vocabulary(
-    draft: DraftConfig, weights: DraftWeights, target: TargetWeights
-) -> DraftWeights:
+def share_vocabulary(draft: DraftConfig, weights: DraftWeights, target: Vocabulary) -> DraftWeights:
     """Drops the drafter's own embedding and head where they equal the target's."""
     embed, head = weights.embed_tokens, weights.lm_head
     if embed is not None and shares_embedding(draft, embed, target.embed_tokens):

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a checkpoint directory: json files, and safetensors as mapped tensors. Never a pickle."""
+"""Reads a checkpoint directory: json, safetensors as mapped tensors, never a pickle."""
 
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -119,6 +120,38 @@ def _shards(directory: Path) -> list[Path]:
             "loaded: convert them to safetensors"
         )
     raise CheckpointError(f"{directory} holds no *.safetensors file")
+
+
+def read_mask_embedding(
+    directory: Path, mask_token_id: int, hidden_size: int
+) -> torch.Tensor | None:
+    """mask_embedding.pt by torch's tensors-only reader: [hidden_size]; None without the file.
+
+    Raises:
+        CheckpointError: it holds anything else, or is for another mask token.
+        DflashError: it cannot be read.
+    """
+    path = directory / "mask_embedding.pt"
+    if not path.exists():
+        return None
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise DflashError(f"cannot read {path}: {error}") from error
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is damaged or holds more than tensors, which is never loaded"
+        ) from error
+    if isinstance(state, dict):
+        token = state.get("mask_token_id", mask_token_id)
+        if int(token) != mask_token_id:
+            raise CheckpointError(
+                f"{path} is for mask token {int(token)}, the config's is {mask_token_id}"
+            )
+        state = state.get("embedding")
+    if not isinstance(state, torch.Tensor) or state.numel() != hidden_size:
+        raise CheckpointError(f"{path} must hold one embedding of {hidden_size} numbers")
+    return state.reshape(hidden_size)
 
 
 @contextmanager

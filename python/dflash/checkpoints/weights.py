@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,11 +18,22 @@ from dflash.checkpoints.layout import (
     draft_layout,
     target_layout,
 )
-from dflash.checkpoints.pair import check_pair, share_vocabulary, shares_embedding, shares_head
-from dflash.checkpoints.reader import TensorReader, progress_bar, read_json
+from dflash.checkpoints.pair import (
+    Vocabulary,
+    check_pair,
+    share_vocabulary,
+    shares_embedding,
+    shares_head,
+)
+from dflash.checkpoints.reader import (
+    TensorReader,
+    progress_bar,
+    read_json,
+    read_mask_embedding,
+)
 from dflash.checkpoints.resolve import resolve_draft, resolve_target
 from dflash.checkpoints.targets import parse_target_config
-from dflash.errors import CheckpointError, DflashError
+from dflash.errors import CheckpointError
 
 __all__ = [
     "DraftWeights",
@@ -116,13 +126,14 @@ def load_draft(
     path: str | Path,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
-    target_weights: TargetWeights | None = None,
+    target: Vocabulary | None = None,
 ) -> tuple[DraftConfig, DraftWeights, Path]:
     """Loads a drafter; arguments, result and errors as load_target's.
 
     Args:
-        target_weights: where given, an embedding or head that equals the target's becomes None
-            before it is copied to the device; `share_vocabulary` does the same afterwards.
+        target: its weights, or the model built from them. An embedding or head that equals the
+            target's becomes None before it is copied to the device (`share_vocabulary` does so
+            afterwards).
     """
     directory = resolve_draft(path)
     raw = read_json(directory / "config.json")
@@ -140,7 +151,8 @@ def load_draft(
         d2t = reader.integer(names["d2t"]) if "d2t" in names else None
         if d2t is not None and config.draft_vocab_size is None and not d2t.any():
             d2t = None
-        own = _own_vocabulary(config, loader, target_weights)
+        own = _own_vocabulary(config, loader, target)
+        mask = read_mask_embedding(directory, config.mask_token_id, config.decoder.hidden_size)
         weights = DraftWeights(
             fc=loader.one("fc.weight"),
             hidden_norm=loader.one("hidden_norm.weight"),
@@ -149,7 +161,7 @@ def load_draft(
             embed_tokens=own[0],
             lm_head=own[1],
             d2t=None if d2t is None else d2t.to(device),
-            mask_embedding=_mask_embedding(directory, config, dtype, device),
+            mask_embedding=None if mask is None else mask.to(device, dtype),
         )
     return replace(config, dtype=dtype), weights, directory
 
@@ -247,14 +259,14 @@ def _with_fc_width(
         return config
     if shape[1] == 0 or shape[1] % num_taps:
         raise CheckpointError(
-            f"{reader.directory}: fc.weight is {list(shape)}, no multiple of the {num_taps} taps in "
-            "target_layer_ids wide: the drafter was trained with other taps"
+            f"{reader.directory}: fc.weight is {list(shape)}, no multiple of {num_taps} taps wide: "
+            "the drafter was trained with other taps than target_layer_ids"
         )
     return replace(config, target_hidden_size=shape[1] // num_taps)
 
 
 def _own_vocabulary(
-    config: DraftConfig, loader: _Loader, target: TargetWeights | None
+    config: DraftConfig, loader: _Loader, target: Vocabulary | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     own: list[torch.Tensor | None] = []
     for name, shares, theirs in (
@@ -266,30 +278,3 @@ def _own_vocabulary(
         )
         own.append(None if shared else loader.one(name))
     return own[0], own[1]
-
-
-def _mask_embedding(
-    directory: Path, config: DraftConfig, dtype: torch.dtype, device: torch.device | str
-) -> torch.Tensor | None:
-    path = directory / "mask_embedding.pt"
-    if not path.exists():
-        return None
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise DflashError(f"cannot read {path}: {error}") from error
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} is damaged or holds more than tensors, which is never loaded"
-        ) from error
-    if isinstance(state, dict):
-        token = state.get("mask_token_id", config.mask_token_id)
-        if int(token) != config.mask_token_id:
-            raise CheckpointError(
-                f"{path} is for mask token {int(token)}, the config's is {config.mask_token_id}"
-            )
-        state = state.get("embedding")
-    hidden = config.decoder.hidden_size
-    if not isinstance(state, torch.Tensor) or state.numel() != hidden:
-        raise CheckpointError(f"{path} must hold one embedding of {hidden} numbers")
-    return state.reshape(hidden).to(device, dtype)

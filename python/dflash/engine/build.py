@@ -162,7 +162,7 @@ def build_core(args: EngineArgs) -> Engine:
 
 
 def _load_drafter(args: EngineArgs, target: Target, settings: DecoderSettings) -> Drafter:
-    config, weights, _ = load_draft(args.draft, settings.dtype, settings.device)
+    config, weights, _ = load_draft(args.draft, settings.dtype, settings.device, target)
     check_pair(target.config, config, weights)
     settings = DecoderSettings(
         settings.device, settings.dtype, settings.kv_block_size, settings.max_model_len,

@@ -141,6 +141,8 @@ class Decoder:
             positions=batch.positions,
             slot_mapping=batch.slot_mapping,
             value_scale=self.value_scale,
+            k_scale=None,
+            v_scale=None,
             query=query,
             key_cache=cache.key,
             value_cache=cache.value,

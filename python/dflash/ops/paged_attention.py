@@ -138,7 +138,7 @@ def paged_attention_reference(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same in plain torch, in fp64, one request at a time; never serves. Other rows are zeros."""
+    """The same in plain torch, in fp64; never serves. Rows of no request are zeros."""
     output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     kv_block_size = key_cache.shape[1]
     capacity = block_table.shape[1] * kv_block_size
