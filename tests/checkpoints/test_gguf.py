@@ -165,7 +165,7 @@ def test_tokenizer_files(tmp_path, pre):
     _, tensors = _tensors("Qwen3ForCausalLM")
     path = _write_gguf(tmp_path / "m.gguf", "qwen3", _stored("qwen3", tensors), pre=pre)
     tokenizer = AutoTokenizer.from_pretrained(resolve_target(path))
-    ids = tokenizer.encode(TEXT)
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
     assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == TEXT
     assert ids[:2] == [TOKENS.index("hell"), TOKENS.index("o")]
     assert 2 in ids and tokenizer.decode(ids, skip_special_tokens=True).endswith(" x")

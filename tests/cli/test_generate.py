@@ -56,6 +56,15 @@ def test_compare_says_speed_up_and_identity(run):
     assert [draft for _, draft, _ in fake.FakeLLM.made] == ["demo", None]
 
 
+def test_compare_measures_the_threads_of_each_side(run, monkeypatch):
+    counts = {True: 1, False: 2}
+    monkeypatch.setattr(
+        compare, "_best_thread_count", lambda llm, *_: counts[llm.draft is not None]
+    )
+    _, _, err = run("generate", "--compare", "why?")
+    assert err.endswith("| float32, cpu, 1 thread (2 without drafter)\n")
+
+
 def test_compare_names_the_first_token_that_differs(run, monkeypatch):
     monkeypatch.setattr(fake.FakeLLM, "tokens_with_draft", [1, 2, 9, 4, 5])
     _, _, err = run("generate", "--compare", "why?")

@@ -146,8 +146,8 @@ def _report(parts: list[str], llm: Any, comparison: Comparison | None = None) ->
     device = str(llm.facts.device)
     parts.append(f"{str(llm.facts.dtype).removeprefix('torch.')}, {device}")
     if device == "cpu":
-        counts = [torch.get_num_threads()]
-        if comparison is not None:
-            counts = sorted({comparison.draft.threads, comparison.plain.threads})
-        parts[-1] += f", {'/'.join(map(str, counts))} thread{'' if counts == [1] else 's'}"
+        count = comparison.draft.threads if comparison else torch.get_num_threads()
+        parts[-1] += f", {count} thread{'' if count == 1 else 's'}"
+        if comparison and comparison.plain.threads != count:
+            parts[-1] += f" ({comparison.plain.threads} without drafter)"
     print(" | ".join(parts), file=sys.stderr)
