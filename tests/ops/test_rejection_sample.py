@@ -372,8 +372,9 @@ class Chain:
         expected = joint * len(self.tokens)
         observed = torch.bincount(index, minlength=v**length).double()
         rare = expected < 5
-        observed = torch.cat([observed[~rare], observed[rare].sum()[None]])
-        expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+        if rare.any():
+            observed = torch.cat([observed[~rare], observed[rare].sum()[None]])
+            expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
         return ((observed - expected) ** 2 / expected).sum().item(), len(expected) - 1
 
 
