@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.parity.conftest import MAX_TOKENS
+from tests.parity.conftest import NUM_PROMPTS
 from tests.support import authors, demo, engine, tiny
 from tests.support.runner import PairRunner, relative_error
 
@@ -130,23 +130,26 @@ def test_tiny_drafts_and_acceptance(tiny_target, tiny_draft):
         assert compare_blocks(ours, theirs, draft.block_size)
 
 
-def test_demo_hidden_states(prompts):
-    target, draft = demo.transformers_target(), authors.load_draft(demo.draft_directory())
-    for prompt in prompts[:3]:
-        compare_states(demo.target_directory(), demo.draft_directory(), target, draft, prompt)
+@pytest.mark.parametrize("i", range(3))
+def test_demo_hidden_states(i, answers):
+    target, draft = demo.transformers_target(), answers.their_draft
+    directories = demo.target_directory(), demo.draft_directory()
+    compare_states(*directories, target, draft, answers.prompts[i])
 
 
-@pytest.mark.slow
-def test_demo_drafts_and_acceptance_on_humaneval(prompts):
-    target, draft = demo.transformers_target(), authors.load_draft(demo.draft_directory())
-    llm = engine.make_llm(demo.target_directory(), demo.draft_directory())
-    eos = [target.generation_config.eos_token_id]
-    ours_all, theirs_all = [], []
-    for prompt in prompts:
-        theirs = authors.generate(draft, target, prompt, MAX_TOKENS, eos)
-        ours = engine.generate_blocks(llm, prompt, MAX_TOKENS)
-        full = compare_blocks(ours, theirs, draft.block_size)
-        ours_all += ours.blocks[: len(full)]
-        theirs_all += full
-    assert authors.acceptance_length(ours_all) == authors.acceptance_length(theirs_all)
-    assert authors.acceptance_length(ours_all) > 2.5  # the drafter drafts: 3.9 at 256 tokens
+@pytest.mark.parametrize("i", range(NUM_PROMPTS))
+def test_demo_drafts_on_humaneval(i, answers):
+    theirs = answers.by_authors(i)
+    assert compare_blocks(answers.with_drafter(i), theirs, answers.their_draft.block_size)
+
+
+def test_demo_acceptance_on_humaneval(answers):
+    """After the test above, over the blocks that it compared."""
+    size = answers.their_draft.block_size
+    ours, theirs = [], []
+    for i in range(NUM_PROMPTS):
+        full = compare_blocks(answers.with_drafter(i), answers.by_authors(i), size)
+        ours += answers.with_drafter(i).blocks[: len(full)]
+        theirs += full
+    assert authors.acceptance_length(ours) == authors.acceptance_length(theirs)
+    assert authors.acceptance_length(ours) > 2.5  # it drafts: 3.9 where answers are 256 tokens long

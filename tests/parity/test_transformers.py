@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.parity.conftest import MAX_TOKENS
-from tests.support import demo, engine
+from tests.parity.conftest import NUM_PROMPTS
+from tests.support import demo
 
 
 def explain(prompt: list[int], expected: list[int], actual: list[int]) -> str:
@@ -24,21 +24,15 @@ def explain(prompt: list[int], expected: list[int], actual: list[int]) -> str:
     return f"token {common}: {expected[common]} expected, got {actual[common]}, logit gap {gap:.3e}"
 
 
-def compare(prompts, expected, outputs) -> None:
-    differences = [
-        f"prompt {i}: {explain(prompt, reference, output.token_ids)}"
-        for i, (prompt, reference, output) in enumerate(
-            zip(prompts, expected, outputs, strict=True)
-        )
-        if list(output.token_ids) != reference
-    ]
-    assert not differences, "\n".join(differences)
+def compare(prompt: list[int], expected: list[int], actual: list[int]) -> None:
+    assert actual == expected, explain(prompt, expected, actual)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("with_draft", [True, False], ids=["with drafter", "without drafter"])
-def test_greedy_equals_transformers_on_humaneval(with_draft, prompts, transformers_answers):
-    draft = demo.draft_directory() if with_draft else None
-    llm = engine.make_llm(demo.target_directory(), draft)
-    outputs = llm.generate(prompts, engine.greedy_params(MAX_TOKENS))
-    compare(prompts, transformers_answers, outputs)
+@pytest.mark.parametrize("i", range(NUM_PROMPTS))
+def test_greedy_with_drafter_on_humaneval(i, answers):
+    compare(answers.prompts[i], answers.by_transformers(i), answers.with_drafter(i).token_ids)
+
+
+@pytest.mark.parametrize("i", range(NUM_PROMPTS))
+def test_greedy_without_drafter_on_humaneval(i, answers):
+    compare(answers.prompts[i], answers.by_transformers(i), answers.without_drafter[i])

@@ -52,22 +52,41 @@ def transition(chain: torch.Tensor, temperature: float) -> np.ndarray:
     return torch.softmax(chain / temperature, dim=-1).numpy()
 
 
-def joint(transitions: np.ndarray, start: np.ndarray, length: int) -> np.ndarray:
-    """P(t_1 .. t_length) given the distribution of the state before t_1."""
-    probabilities = start @ transitions
+def windows(sequences: np.ndarray, length: int) -> np.ndarray:
+    """Disjoint runs of `length` tokens, each behind the token that precedes it: [n, 1 + length]."""
+    runs = range(0, sequences.shape[1] - length, length)
+    return np.concatenate([sequences[:, i : i + length + 1] for i in runs])
+
+
+def p_value(runs: np.ndarray, transitions: np.ndarray) -> float:
+    """Chi-square of [n, 1 + length] runs against their joint law given the token in front.
+
+    One table for each token in front, rare cells pooled; the tables are independent.
+    """
+    statistic, degrees = 0.0, 0
+    for state in range(len(transitions)):
+        own = runs[runs[:, 0] == state, 1:]
+        observed, expected = _table(own, _joint(transitions, state, own.shape[1]))
+        statistic += float(((observed - expected) ** 2 / expected).sum())
+        degrees += len(expected) - 1
+    return float(stats.chi2.sf(statistic, degrees))
+
+
+def _joint(transitions: np.ndarray, state: int, length: int) -> np.ndarray:
+    """P(t_1 .. t_length | the token in front)."""
+    probabilities = transitions[state]
     for _ in range(length - 1):
         probabilities = probabilities[..., None] * transitions
     return probabilities
 
 
-def p_value(sequences: np.ndarray, probabilities: np.ndarray) -> float:
-    """Chi-square of [count, length] sequences against their joint; rare cells are pooled."""
+def _table(sequences: np.ndarray, probabilities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Observed and expected counts; cells that expect fewer than 5 become one."""
     counts = np.zeros(probabilities.shape)
     np.add.at(counts, tuple(sequences.T), 1)
-    expected = probabilities.ravel() * len(sequences)
-    observed = counts.ravel()
+    observed, expected = counts.ravel(), probabilities.ravel() * len(sequences)
     common = expected >= 5
-    pooled = [[values[~common].sum()] if (~common).any() else [] for values in (observed, expected)]
-    observed = np.concatenate([observed[common], pooled[0]])
-    expected = np.concatenate([expected[common], pooled[1]])
-    return float(stats.chisquare(observed, expected * observed.sum() / expected.sum()).pvalue)
+    if common.all():
+        return observed, expected
+    pooled = [np.append(x[common], x[~common].sum()) for x in (observed, expected)]
+    return pooled[0], pooled[1]

@@ -23,7 +23,7 @@ TARGET_SHAPE: dict[str, Any] = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 64,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 1024,
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
     "bos_token_id": 0,

@@ -102,7 +102,7 @@ def norm_rope_reference(
     cos_sin: torch.Tensor,
     is_neox: bool,
 ) -> torch.Tensor:
-    """RoPE(norm(x)) of [T, heads, D] in fp32, by complex multiplication; cos_sin is [T, rotary_dim]."""
+    """RoPE(norm(x)) of [T, heads, D] in fp32, by complex products; cos_sin is [T, rotary_dim]."""
     x = x.float()
     if weight is not None:
         x = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight.float()
