@@ -4,6 +4,7 @@ from __future__ import annotations
 from functools import cache, cached_property
 
 import pytest
+import torch
 
 from tests.support import authors, demo, engine, humaneval
 
@@ -53,3 +54,12 @@ class Answers:
 @pytest.fixture(scope="session")
 def answers() -> Answers:
     return Answers()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """135M parameters gain little from a second core, and lose much where it is shared."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
