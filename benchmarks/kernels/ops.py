@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-
 from benchmarks import report
+
 from dflash.ops.add_rms_norm import add_rms_norm
 from dflash.ops.advance import advance
 from dflash.ops.build_query import build_query
@@ -33,6 +33,8 @@ Q = N + 1
 BYTES_PER_US, FLOPS_PER_US = 4.3e6, 790e6
 L2_BYTES = 60 << 20
 DEVICE = "cuda"
+I64 = {"dtype": torch.int64, "device": DEVICE}
+I32 = {"dtype": torch.int32, "device": DEVICE}
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,8 @@ def _elementwise(b: Batch, name: str) -> list[Case]:
         query, key, value = randn(b.rows, HEADS, HEAD_DIM), b.cache(), b.cache()
         return lambda: qk_norm_rope_store(
             qkv, q_norm_weight=weight, k_norm_weight=weight, rms_norm_eps=1e-6, cos_sin_cache=b.rope, is_neox=True,
-            positions=b.positions, slot_mapping=b.slots, value_scale=1.0, k_scale=None, v_scale=None, query=query, key_cache=key, value_cache=value)  # fmt: skip
+            positions=b.positions, slot_mapping=b.slots, value_scale=1.0, k_scale=None, v_scale=None,
+            query=query, key_cache=key, value_cache=value)  # fmt: skip
 
     def context_kv():
         hidden, hidden_norm = randn(b.rows, HIDDEN), randn(HIDDEN)
@@ -121,9 +124,11 @@ def _elementwise(b: Batch, name: str) -> list[Case]:
         keys = [b.cache() for _ in range(DRAFT_LAYERS)]
         values = [b.cache() for _ in range(DRAFT_LAYERS)]
         return lambda: precompute_context_kv(
-            hidden, hidden_norm_weight=hidden_norm, rms_norm_eps=1e-6, kv_weight=weight, kv_bias=None, k_norm_weight=norms,
+            hidden, hidden_norm_weight=hidden_norm, rms_norm_eps=1e-6, kv_weight=weight,
+            kv_bias=None, k_norm_weight=norms,
             cos_sin_cache=b.rope, is_neox=True, positions=b.positions, slot_mappings=[b.slots],
-            layer_groups=[0] * DRAFT_LAYERS, value_scale=1.0, k_scales=None, v_scales=None, key_caches=keys, value_caches=values)  # fmt: skip
+            layer_groups=[0] * DRAFT_LAYERS, value_scale=1.0, k_scales=None, v_scales=None,
+            key_caches=keys, value_caches=values)  # fmt: skip
 
     return [
         Case("add_rms_norm", name, norm, 2 * b.rows * HIDDEN * 5),
@@ -162,23 +167,21 @@ def _attention(b: Batch, name: str) -> list[Case]:
 
 
 def _integer(b: Batch, name: str) -> list[Case]:
-    i64 = dict(dtype=torch.int64, device=DEVICE)
-    i32 = dict(dtype=torch.int32, device=DEVICE)
-    drafts = torch.randint(0, VOCAB, (b.reqs, N), **i64)
-    bonus = torch.randint(0, VOCAB, (b.reqs,), **i64)
-    accepted = torch.full((b.reqs,), 6, **i32)
+    drafts = torch.randint(0, VOCAB, (b.reqs, N), **I64)
+    bonus = torch.randint(0, VOCAB, (b.reqs,), **I64)
+    accepted = torch.full((b.reqs,), 6, **I32)
 
     def verify():
-        out = [torch.empty(b.rows, **i64) for _ in range(3)]
-        lens, starts = torch.empty(b.reqs, **i32), torch.empty(b.reqs + 1, **i32)
+        out = [torch.empty(b.rows, **I64) for _ in range(3)]
+        lens, starts = torch.empty(b.reqs, **I32), torch.empty(b.reqs + 1, **I32)
         return lambda: build_verify(
             b.idx_mapping, b.seq_lens, bonus, drafts, b.block_table, kv_block_size=PAGE, max_model_len=40960,
             input_ids=out[0], positions=out[1], slot_mapping=out[2], query_seq_lens=lens,
             query_start_loc=starts)  # fmt: skip
 
     def query():
-        rows = [torch.empty(b.rows, **i64) for _ in range(5)]
-        samples = [torch.empty(b.reqs * N, **i64) for _ in range(2)]
+        rows = [torch.empty(b.rows, **I64) for _ in range(5)]
+        samples = [torch.empty(b.reqs * N, **I64) for _ in range(2)]
         rejected = Q - accepted
         return lambda: build_query(
             b.positions, b.query_start_loc, accepted, rejected, bonus, bonus, b.idx_mapping, [b.block_table], [PAGE],
@@ -186,12 +189,12 @@ def _integer(b: Batch, name: str) -> list[Case]:
             context_positions=rows[0], context_slot_mappings=[rows[1]], query_input_ids=rows[2],
             query_positions=rows[3], query_slot_mappings=[rows[4]], query_seq_lens=torch.empty_like(b.seq_lens),
             draft_query_start_loc=torch.empty_like(b.query_start_loc), sample_rows=samples[0],
-            sample_positions=samples[1], sample_idx_mapping=torch.empty(b.reqs * N, **i32))  # fmt: skip
+            sample_positions=samples[1], sample_idx_mapping=torch.empty(b.reqs * N, **I32))  # fmt: skip
 
     def commit():
-        tokens = torch.randint(0, VOCAB, (b.reqs, Q), **i64)
-        left, finished = torch.full((b.reqs,), 1 << 30, **i32), torch.zeros(b.reqs, **i32)
-        step, ring = torch.zeros(1, **i64), torch.zeros(4, b.reqs, 3 + Q, **i64)
+        tokens = torch.randint(0, VOCAB, (b.reqs, Q), **I64)
+        left, finished = torch.full((b.reqs,), 1 << 30, **I32), torch.zeros(b.reqs, **I32)
+        step, ring = torch.zeros(1, **I64), torch.zeros(4, b.reqs, 3 + Q, **I64)
         return lambda: advance(
             tokens, accepted, b.idx_mapping, stop_token_ids=None, seq_lens=b.seq_lens.clone(),
             last_sampled=bonus.clone(), tokens_left=left, finished=finished, step=step, output_ring=ring)  # fmt: skip
@@ -204,10 +207,8 @@ def _integer(b: Batch, name: str) -> list[Case]:
 
 
 def _sampling(b: Batch, name: str) -> list[Case]:
-    i64 = dict(dtype=torch.int64, device=DEVICE)
-    i32 = dict(dtype=torch.int32, device=DEVICE)
-    drafts = torch.randint(0, VOCAB, (b.reqs, N), **i64)
-    seeds = torch.arange(b.reqs, **i64)
+    drafts = torch.randint(0, VOCAB, (b.reqs, N), **I64)
+    seeds = torch.arange(b.reqs, **I64)
     sample_map = b.idx_mapping.repeat_interleave(N)
     sample_positions = b.positions.view(b.reqs, Q)[:, 1:].flatten()
 
@@ -221,9 +222,9 @@ def _sampling(b: Batch, name: str) -> list[Case]:
     def accept(temperature: float):
         logits = randn(b.rows, VOCAB)
         temperatures = torch.full((b.reqs,), temperature, device=DEVICE)
-        count = torch.full((b.reqs,), N, **i32)
-        left = torch.full((b.reqs,), 1 << 30, **i32)
-        out = torch.empty(b.reqs, Q, **i64), torch.empty(b.reqs, **i32), torch.empty(b.reqs, **i32)
+        count = torch.full((b.reqs,), N, **I32)
+        left = torch.full((b.reqs,), 1 << 30, **I32)
+        out = torch.empty(b.reqs, Q, **I64), torch.empty(b.reqs, **I32), torch.empty(b.reqs, **I32)
         return lambda: rejection_sample(
             logits, b.query_start_loc, b.positions, b.idx_mapping, drafts, count, temperatures=temperatures,
             seeds=seeds, tokens_left=left, method="match", vocab_size=VOCAB, sampled_token_ids=out[0],
@@ -272,7 +273,12 @@ def main() -> None:
         for case in cases(reqs, args.context):
             us = time_us(case)
             rows.append(
-                {"op": case.op, "shape": case.shape, "us": round(us, 2), "floor_us": round(case.floor_us, 2)}
+                {
+                    "op": case.op,
+                    "shape": case.shape,
+                    "us": round(us, 2),
+                    "floor_us": round(case.floor_us, 2),
+                }
             )
             print(f"{case.op:30} {case.shape:24} {us:8.2f} {case.floor_us:9.2f}", flush=True)
             torch.cuda.empty_cache()

@@ -3,7 +3,6 @@
 
 import pytest
 import torch
-
 from benchmarks.shapes import RandomWeights, qwen3_8b, qwen3_8b_draft
 
 pytestmark = pytest.mark.gpu
@@ -19,7 +18,14 @@ PROMPTS = [
 def _answers(dtype, draft, **engine_args):
     from dflash import LLM, SamplingParams
 
-    llm = LLM("demo", "demo" if draft else None, dtype=dtype, device="cuda", max_model_len=1024, **engine_args)
+    llm = LLM(
+        "demo",
+        "demo" if draft else None,
+        dtype=dtype,
+        device="cuda",
+        max_model_len=1024,
+        **engine_args,
+    )
     prompts = [llm.chat_prompt([{"role": "user", "content": p}]) for p in PROMPTS]
     outputs = llm.generate(prompts, SamplingParams(max_tokens=96))
     del llm
@@ -59,13 +65,19 @@ def test_qwen3_8b_shape_runs(method):
     device, dtype, n = torch.device("cuda"), torch.bfloat16, 15
     rates = (0.9,) * n if method == "synthetic" else None
     args = EngineArgs(
-        "random", "random", max_num_seqs=4, rejection_sample_method=method, synthetic_acceptance_rates=rates
+        "random",
+        "random",
+        max_num_seqs=4,
+        rejection_sample_method=method,
+        synthetic_acceptance_rates=rates,
     )
     settings = DecoderSettings(device, dtype, args.kv_block_size, 512)
     random = RandomWeights(dtype, device)
     target = Target(qwen3_8b(), random.target(qwen3_8b()), settings)
     draft_weights = random.draft(qwen3_8b_draft())
-    drafter = Drafter(qwen3_8b_draft(), draft_weights, target.embed_tokens, target.lm_head, settings)
+    drafter = Drafter(
+        qwen3_8b_draft(), draft_weights, target.embed_tokens, target.lm_head, settings
+    )
     core = assemble(args, target, drafter, n, settings, None).core
     params = SamplingParams(max_tokens=64, temperature=0.8, seed=1, ignore_eos=True)
     requests = [core.add_request(range(100 + i, 228 + i), params) for i in range(4)]

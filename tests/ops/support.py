@@ -40,4 +40,6 @@ def assert_close(actual, expected, tolerance=None):
     tolerance = tolerance or RELATIVE_ERROR[actual.dtype]
     a, e = actual.double().cpu(), expected.double().cpu()
     error = (a - e).norm() / e.norm().clamp_min(1e-12)
-    assert error < tolerance, f"relative error {error:.3e} >= {tolerance:.1e}, worst at {(a - e).abs().argmax()}"
+    assert error < tolerance, (
+        f"relative error {error:.3e} >= {tolerance:.1e}, worst at {(a - e).abs().argmax()}"
+    )

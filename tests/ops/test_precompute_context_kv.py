@@ -205,7 +205,8 @@ CACHE = torch.zeros(3, 16, 2, 64)
     [
         (
             {"kv_weight": torch.zeros(500, 96)},
-            r"kv_weight: expected 2 layers \* 2 \* 2 heads \* head_dim 64 = 512 rows of 96 columns, got \[500, 96\]",
+            r"kv_weight: expected 2 layers \* 2 \* 2 heads \* head_dim 64 = 512 rows of 96 "
+            r"columns, got \[500, 96\]",
         ),
         ({"kv_weight": torch.zeros(512, 96).half()}, "kv_weight: expected float32, got float16"),
         ({"kv_bias": torch.zeros(500)}, r"kv_bias: expected shape \[512\], got \[500\]"),

@@ -361,7 +361,7 @@ class Chain:
         return torch.cat(accepted).mean().item()
 
     def chi_square(self, length):
-        """Of tokens 1..length, jointly, and its degrees of freedom; cells expected under 5 times are one."""
+        """Of tokens 1..length, jointly, and its degrees of freedom; rare cells are pooled."""
         v = self.vocab_size
         p = (self.target.double() / 0.8).softmax(-1).cpu()
         joint, index = p[2], torch.zeros(len(self.tokens), dtype=torch.int64)
@@ -372,8 +372,9 @@ class Chain:
         expected = joint * len(self.tokens)
         observed = torch.bincount(index, minlength=v**length).double()
         rare = expected < 5
-        observed = torch.cat([observed[~rare], observed[rare].sum()[None]])
-        expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+        if rare.any():
+            observed = torch.cat([observed[~rare], observed[rare].sum()[None]])
+            expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
         return ((observed - expected) ** 2 / expected).sum().item(), len(expected) - 1
 
 

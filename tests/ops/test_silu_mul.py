@@ -28,9 +28,13 @@ def test_silu_mul_strided_and_empty(device):
 def test_silu_mul_refuses_bad_input():
     with pytest.raises(RuntimeError, match=r"output: expected shape \[2, 4\], got \[2, 5\]"):
         silu_mul(torch.zeros(2, 8), torch.zeros(2, 5))
-    with pytest.raises(RuntimeError, match="gate_up: expected float32, float16 or bfloat16, got int64"):
+    with pytest.raises(
+        RuntimeError, match="gate_up: expected float32, float16 or bfloat16, got int64"
+    ):
         silu_mul(torch.zeros(2, 8, dtype=torch.int64))
 
 
 def test_silu_mul_opcheck():
-    torch.library.opcheck(torch.ops.dflash.silu_mul.default, (torch.randn(3, 16), torch.empty(3, 8)))
+    torch.library.opcheck(
+        torch.ops.dflash.silu_mul.default, (torch.randn(3, 16), torch.empty(3, 8))
+    )

@@ -36,6 +36,10 @@ def generate(
     num_speculative_tokens: Annotated[
         int | None, typer.Option(min=1, help="Drafts a step. Default: what the drafter is for.")
     ] = None,
+    allow_long_drafts: Annotated[
+        bool,
+        typer.Option("--allow-long-drafts", help="Permit more drafts than the drafter's block."),
+    ] = False,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
@@ -63,7 +67,13 @@ def generate(
     if threads is not None:
         torch.set_num_threads(threads)
     engine: dict[str, Any] = {"dtype": dtype, "device": device, "max_num_seqs": 1}
-    llm = dflash.LLM(model, draft, num_speculative_tokens=num_speculative_tokens, **engine)
+    llm = dflash.LLM(
+        model,
+        draft,
+        num_speculative_tokens=num_speculative_tokens,
+        allow_long_drafts=allow_long_drafts,
+        **engine,
+    )
     if not raw:
         text = llm.chat_prompt([{"role": "user", "content": text}])
     params = dflash.SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)

@@ -32,6 +32,7 @@ app.command()(info)
 
 def main() -> None:
     """Entry point of the `dflash` command."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its warnings are not ours to give
     try:
         sys.exit(app(sys.argv[1:] or ["--help"], prog_name="dflash", standalone_mode=False))
     except (KeyboardInterrupt, typer.Abort):

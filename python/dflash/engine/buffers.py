@@ -151,7 +151,9 @@ class BatchBuffers:
         self._set_requests(idx_mapping, block_tables)
         reqs = len(idx_mapping)
         rows = reqs * self.num_query_per_req
-        return self._batch(reqs, rows, self.num_query_per_req, all_greedy, None, self.query_start_loc)
+        return self._batch(
+            reqs, rows, self.num_query_per_req, all_greedy, None, self.query_start_loc
+        )
 
     def prefill(
         self,

@@ -86,7 +86,9 @@ class EngineArgs:
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         if getattr(self, name) not in choices:
-            raise ValueError(f"{name} {getattr(self, name)!r}: expected one of {', '.join(choices)}")
+            raise ValueError(
+                f"{name} {getattr(self, name)!r}: expected one of {', '.join(choices)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,9 @@ def build_core(args: EngineArgs) -> Engine:
         dtype = torch.float32
     target_config, target_weights, model_dir = load_target(args.model, dtype, device)
     dtype = target_weights.embed_tokens.dtype
-    max_model_len = _max_model_len(args.max_model_len, target_config.decoder.max_position_embeddings)
+    max_model_len = _max_model_len(
+        args.max_model_len, target_config.decoder.max_position_embeddings
+    )
     settings = DecoderSettings(
         device, dtype, args.kv_block_size, max_model_len, args.attention_backend
     )
@@ -175,7 +179,9 @@ def _max_model_len(requested: int | None, limit: int) -> int:
     if requested is None:
         return limit
     if not 2 <= requested <= limit:
-        raise ValueError(f"max_model_len must be in 2..{limit} (the target's limit), got {requested}")
+        raise ValueError(
+            f"max_model_len must be in 2..{limit} (the target's limit), got {requested}"
+        )
     return requested
 
 
@@ -264,7 +270,9 @@ def _synthetic_rates(args: EngineArgs, n: int, device: torch.device) -> torch.Te
     if rates is None:
         return None
     if len(rates) != n:
-        raise ValueError(f"synthetic_acceptance_rates: expected {n} (one a draft token), got {len(rates)}")
+        raise ValueError(
+            f"synthetic_acceptance_rates: expected {n} (one a draft token), got {len(rates)}"
+        )
     return torch.tensor(rates, dtype=torch.float32, device=device)
 
 

@@ -87,7 +87,9 @@ class Core:
             )
         outside = next((t for t in prompt if not 0 <= t < self.vocab_size), None)
         if outside is not None:
-            raise ValueError(f"prompt token {outside} is outside the vocabulary of {self.vocab_size}")
+            raise ValueError(
+                f"prompt token {outside} is outside the vocabulary of {self.vocab_size}"
+            )
 
     def _check_stops(self, params: SamplingParams) -> None:
         stops = self._stop_token_ids(params)

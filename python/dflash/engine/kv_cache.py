@@ -11,7 +11,9 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, kv_block_size: int) -> None:
         if num_blocks < 2:
-            raise ValueError(f"num_blocks must be >= 2 (block 0 is the null block), got {num_blocks}")
+            raise ValueError(
+                f"num_blocks must be >= 2 (block 0 is the null block), got {num_blocks}"
+            )
         self.num_blocks = num_blocks
         self.kv_block_size = kv_block_size
         self._free = deque(range(1, num_blocks))

@@ -163,5 +163,7 @@ def _params_for(
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * len(prompts)
     if len(params) != len(prompts):
-        raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts: expected one each")
+        raise ValueError(
+            f"{len(params)} sampling_params for {len(prompts)} prompts: expected one each"
+        )
     return list(params)

@@ -44,7 +44,11 @@ class Scheduler:
     """
 
     def __init__(
-        self, pool: BlockPool, max_num_seqs: int, max_num_batched_tokens: int, num_query_per_req: int
+        self,
+        pool: BlockPool,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        num_query_per_req: int,
     ) -> None:
         self.pool = pool
         self.max_num_batched_tokens = max_num_batched_tokens

@@ -30,7 +30,9 @@ def best_num_speculative_tokens(target: Target, drafter: Drafter) -> int:
     Times one layer of the target and the head at N + 1 rows; the rest of a step scales with them.
     """
     candidates = range(1, drafter.config.draft_block_size)
-    rates = {n: expected_acceptance_length(n) / _step_seconds(target, drafter, n + 1) for n in candidates}
+    rates = {
+        n: expected_acceptance_length(n) / _step_seconds(target, drafter, n + 1) for n in candidates
+    }
     best = max(candidates, key=lambda n: rates[n])
     logger.info("num_speculative_tokens %d measured best on this CPU", best)
     return best

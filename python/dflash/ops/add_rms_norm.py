@@ -14,8 +14,8 @@ def add_rms_norm(
 ) -> torch.Tensor:
     """Residual addition and RMSNorm in one pass, which can write the residual stream to a tap.
 
-    residual += x, rounded to its dtype; output = residual / sqrt(mean(residual^2) + eps) * weight, computed in fp32 from
-    the rounded residual and rounded once; tap = residual.
+    residual += x, rounded to its dtype; output = residual / sqrt(mean(residual^2) + eps) * weight,
+    in fp32 from the rounded residual and rounded once; tap = residual.
 
     Args:
         x: [T, H], or None: the residual stays as it is and is only normed.
@@ -31,7 +31,8 @@ def add_rms_norm(
         output.
 
     Raises:
-        RuntimeError: a tensor has another shape, dtype, device or last stride; the message names it.
+        RuntimeError: a tensor has another shape, dtype, device or last stride; the message names
+            it.
     """
     if output is None:
         output = torch.empty_like(residual, memory_format=torch.contiguous_format)

@@ -41,7 +41,7 @@ def precompute_context_kv(
         cos_sin_cache: [max_positions, rotary_dim] float32, cosines then sines; rotary_dim <= D.
         is_neox: halves (True) or neighbouring pairs (False) rotate together.
         positions: [T] int64, each below max_positions (checked on a CPU only).
-        slot_mappings: one [T] int64 per K/V group; -1: the row is not stored in that group's layers.
+        slot_mappings: one [T] int64 per K/V group; -1: the row is not stored in its layers.
         layer_groups: for each layer the index of its slot mapping.
         value_scale: multiplies V.
         k_scales: [L] float32 or None, only with float8_e4m3fn caches, which store k / k_scales[l].

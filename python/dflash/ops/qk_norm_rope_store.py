@@ -102,7 +102,7 @@ def norm_rope_reference(
     cos_sin: torch.Tensor,
     is_neox: bool,
 ) -> torch.Tensor:
-    """RoPE(norm(x)) of [T, heads, D] in fp32, by complex multiplication; cos_sin is [T, rotary_dim]."""
+    """RoPE(norm(x)) of [T, heads, D] in fp32, by complex products; cos_sin is [T, rotary_dim]."""
     x = x.float()
     if weight is not None:
         x = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight.float()
@@ -112,10 +112,8 @@ def norm_rope_reference(
     cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
     rotated, rest = x[..., :rotary_dim], x[..., rotary_dim:]
     # (re, im) in the last dimension: halves for neox, neighbours for interleaved.
-    if is_neox:
-        pairs = rotated.unflatten(-1, (2, -1)).transpose(-1, -2)
-    else:
-        pairs = rotated.unflatten(-1, (-1, 2))
+    halves, neighbours = rotated.unflatten(-1, (2, -1)), rotated.unflatten(-1, (-1, 2))
+    pairs = halves.transpose(-1, -2) if is_neox else neighbours
     turned = torch.view_as_complex(pairs.contiguous()) * torch.complex(cos, sin)
     pairs = torch.view_as_real(turned)
     rotated = (pairs.transpose(-1, -2) if is_neox else pairs).flatten(-2)
