@@ -98,6 +98,10 @@ STABLE_TORCH_LIBRARY(dflash, m) {
       "add_rms_norm(Tensor? x, Tensor(a!) residual, Tensor weight, float eps, Tensor(b!) output, "
       "Tensor(c!)? tap) -> ()");
 
+  // output = x @ weight^T + bias. fp32 rows up to 32 on a CPU: each weight is read once, and a row's bits do not depend
+  // on the number of rows. Everything else is the library's GEMM.
+  m.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) output) -> ()");
+
   // output = silu(gate) * up, gate_up [T, 2 * I] = gate then up.
   m.def("silu_mul(Tensor gate_up, Tensor(a!) output) -> ()");
 }

@@ -3,10 +3,6 @@
 
 from __future__ import annotations
 
-import torch
-from torch.nn import functional as F
+from dflash.ops.linear import linear
 
-
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x @ weight.T + bias: [T, K] with [M, K] to [T, M], accumulated in fp32."""
-    return F.linear(x, weight, bias)
+__all__ = ["linear"]
