@@ -59,6 +59,17 @@ def test_a_drafter_of_another_target(tmp_path, draft, target_hidden, message):
         _check(_pair(tmp_path, draft=draft, target_hidden=target_hidden))
 
 
+@pytest.mark.parametrize(("rows", "fits"), [(63, False), (64, True), (72, True)])
+def test_an_own_embedding_holds_every_token_of_the_target(tmp_path, rows, fits):
+    draft = {**DRAFT, "vocab_size": rows}
+    pair = _pair(tmp_path, draft, extra={"embed_tokens.weight": torch.randn(rows, 32)})
+    if fits:
+        _check(pair)
+        return
+    with pytest.raises(CheckpointError, match="embedding has 63 rows, .* tokens up to 63"):
+        _check(pair)
+
+
 @pytest.mark.parametrize(("shift", "fits"), [(0, True), (40, True), (41, False), (-1, False)])
 def test_d2t_stays_in_the_vocabulary(tmp_path, shift, fits):
     draft = {**SPECULATORS, "draft_vocab_size": 24}

@@ -77,6 +77,8 @@ def _vocabulary_mismatch(vocab: int, draft: DraftConfig, weights: DraftWeights) 
     rows = vocab if weights.embed_tokens is None else weights.embed_tokens.shape[0]
     if weights.mask_embedding is None and draft.mask_token_id >= rows:
         return f"its mask token is {draft.mask_token_id}, the embedding has {rows} rows"
+    if rows < vocab:
+        return f"its own embedding has {rows} rows, this target names tokens up to {vocab - 1}"
     if weights.d2t is not None:
         ids = torch.arange(weights.d2t.shape[0], device=weights.d2t.device) + weights.d2t
         low, high = int(ids.min()), int(ids.max())
