@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -33,7 +32,7 @@ def check_pair(target: TargetConfig, draft: DraftConfig, weights: DraftWeights) 
     """Checks that a drafter was made for this target.
 
     Args:
-        weights: the drafter's, after `share_vocabulary`.
+        weights: the drafter's; a matrix that is None is the target's.
 
     Raises:
         CheckpointError: it was trained for another target; the message says how that shows.
@@ -87,17 +86,8 @@ def _vocabulary_mismatch(vocab: int, draft: DraftConfig, weights: DraftWeights) 
     return None
 
 
-def share_vocabulary(draft: DraftConfig, weights: DraftWeights, target: Vocabulary) -> DraftWeights:
-    """Drops the drafter's own embedding and head where they equal the target's."""
-    embed, head = weights.embed_tokens, weights.lm_head
-    if embed is not None and shares_embedding(draft, embed, target.embed_tokens):
-        embed = None
-    if head is not None and shares_head(draft, head, target.lm_head):
-        head = None
-    return replace(weights, embed_tokens=embed, lm_head=head)
-
-
 def shares_embedding(draft: DraftConfig, own: torch.Tensor, target: torch.Tensor) -> bool:
+    """An own embedding may be dropped when it equals the target's, which has the mask's row."""
     return draft.mask_token_id < target.shape[0] and _same_rows(own, target)
 
 

@@ -21,7 +21,6 @@ from dflash.checkpoints.layout import (
 from dflash.checkpoints.pair import (
     Vocabulary,
     check_pair,
-    share_vocabulary,
     shares_embedding,
     shares_head,
 )
@@ -42,7 +41,6 @@ __all__ = [
     "check_pair",
     "load_draft",
     "load_target",
-    "share_vocabulary",
 ]
 
 
@@ -132,8 +130,7 @@ def load_draft(
 
     Args:
         target: its weights, or the model built from them. An embedding or head that equals the
-            target's becomes None before it is copied to the device (`share_vocabulary` does so
-            afterwards).
+            target's becomes None, before it is copied to the device.
     """
     directory = resolve_draft(path)
     raw = read_json(directory / "config.json")
