@@ -46,9 +46,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class LayerWeights:
+    """One decoder layer; H hidden_size, I intermediate_size."""
+
     input_layernorm: torch.Tensor  # [H]
     qkv_proj: torch.Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, H]
-    qkv_bias: torch.Tensor | None
+    qkv_bias: torch.Tensor | None  # [(num_heads + 2 * num_kv_heads) * head_dim]
     q_norm: torch.Tensor | None  # [head_dim]
     k_norm: torch.Tensor | None  # [head_dim]
     o_proj: torch.Tensor  # [H, num_heads * head_dim]
@@ -61,6 +63,8 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class TargetWeights:
+    """A target; V vocab_size, H hidden_size."""
+
     embed_tokens: torch.Tensor  # [V, H]
     layers: list[LayerWeights]
     norm: torch.Tensor  # [H]
@@ -69,6 +73,8 @@ class TargetWeights:
 
 @dataclass(frozen=True)
 class DraftWeights:
+    """A drafter; H its own hidden_size, H_target the target's."""
+
     fc: torch.Tensor  # [H, num_taps * H_target]
     hidden_norm: torch.Tensor | None  # [H]
     layers: list[LayerWeights]
