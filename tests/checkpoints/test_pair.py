@@ -66,7 +66,7 @@ def test_an_own_embedding_holds_every_token_of_the_target(tmp_path, rows, fits):
     if fits:
         _check(pair)
         return
-    with pytest.raises(CheckpointError, match="embedding has 63 rows, .* tokens up to 63"):
+    with pytest.raises(CheckpointError, match=r"embedding has 63 rows, .* tokens up to 63"):
         _check(pair)
 
 
