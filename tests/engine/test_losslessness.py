@@ -96,3 +96,15 @@ def test_argmax_drafter_changes_no_token_under_one_seed(target, draft, method):
     for temperature, with_draft, without in zip(temperatures, actual, expected, strict=True):
         if method == "match" or temperature == 0.0:
             assert with_draft == without
+
+
+def test_neighbours_change_no_token(target, draft):
+    """Each request alone, at its own temperature, says what it says in a mixed batch."""
+    temperatures = [0.0, 0.7, TEMPERATURE, 2.0]
+    llm = engine.make_llm(target, draft, max_num_seqs=4, max_model_len=64)
+    together = sample(llm, temperatures, 40)
+    for i, temperature in enumerate(temperatures):
+        params = SamplingParams(temperature=temperature, seed=i, max_tokens=40, ignore_eos=True)
+        (alone,) = llm.generate([[i % NUM_STATES]], params)
+        assert list(alone.token_ids) == together[i]
+    assert len({tuple(tokens[:12]) for tokens in together}) == 4

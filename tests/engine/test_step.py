@@ -19,7 +19,9 @@ def oracle(answers, prompts, num_right):
 
     def drafts(request_id: int, position: int, count: int) -> list[int]:
         start = position - len(prompts[request_id])
-        tokens = [answers[request_id][i] if i < NUM_TOKENS else 0 for i in range(start, start + count)]
+        tokens = [
+            answers[request_id][i] if i < NUM_TOKENS else 0 for i in range(start, start + count)
+        ]
         wrong = num_right(count)
         if wrong < count:
             tokens[wrong] = (tokens[wrong] + 1) % VOCAB_SIZE

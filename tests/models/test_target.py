@@ -23,7 +23,9 @@ def compare(folder, draft, tap_ids=(0, 2, 3)):
     expected = tiny.load_target(folder)(torch.tensor([TOKEN_IDS]), output_hidden_states=True)
     runner = PairRunner(folder, draft)
     # Prefill in two chunks, the second in the middle of a page.
-    logits, taps = zip(runner.verify(TOKEN_IDS[:21]), runner.verify(TOKEN_IDS[21:], 21), strict=True)
+    logits, taps = zip(
+        runner.verify(TOKEN_IDS[:21]), runner.verify(TOKEN_IDS[21:], 21), strict=True
+    )
     assert relative_error(torch.cat(logits), expected.logits[0]) < TOLERANCE
     # NOTE: hidden_states[0] is the embedding, so the output of layer i is entry i + 1.
     outputs = torch.cat([expected.hidden_states[i + 1][0] for i in tap_ids], dim=-1)

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from functools import cache, cached_property
+from multiprocessing import get_context
 
 import pytest
+import torch
 
+from tests.parity import reference
 from tests.support import authors, demo, engine, humaneval
 
 NUM_PROMPTS = 20
@@ -14,31 +19,31 @@ MAX_TOKENS = 128
 class Answers:
     """Greedy answers of the demo pair to HumanEval questions, each generated once a session."""
 
-    @cached_property
-    def prompts(self) -> list[list[int]]:
+    def __init__(self) -> None:
         tokenizer = demo.tokenizer()
         questions = humaneval.questions(NUM_PROMPTS)
-        return [humaneval.chat_token_ids(tokenizer, question) for question in questions]
+        self.prompts = [humaneval.chat_token_ids(tokenizer, question) for question in questions]
+        # Fetched here, where a failure to do so is reported.
+        directories = demo.target_directory(), demo.draft_directory()
+        authors.package()
+        self._llm = engine.make_llm(*directories, max_model_len=1024)
+        self._pool = ProcessPoolExecutor(1, get_context("spawn"), reference.start)
+        self._authors = self._submit(reference.by_authors)
+        self._transformers = self._submit(reference.by_transformers)
 
-    @cached_property
-    def their_draft(self):
-        return authors.load_draft(demo.draft_directory())
+    def _submit(self, function) -> list[Future]:
+        return [self._pool.submit(function, prompt, MAX_TOKENS) for prompt in self.prompts]
 
-    @cached_property
-    def _llm(self):
-        return engine.make_llm(demo.target_directory(), demo.draft_directory(), max_model_len=1024)
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def by_transformers(self, i: int) -> list[int]:
+        return self._transformers[i].result()
+
+    def by_authors(self, i: int) -> authors.Generation:
+        return self._authors[i].result()
 
     @cache  # noqa: B019 (one object a session)
-    def by_transformers(self, i: int) -> list[int]:
-        return demo.greedy(demo.transformers_target(), self.prompts[i], MAX_TOKENS)
-
-    @cache  # noqa: B019
-    def by_authors(self, i: int) -> authors.Generation:
-        target = demo.transformers_target()
-        eos = [target.generation_config.eos_token_id]
-        return authors.generate(self.their_draft, target, self.prompts[i], MAX_TOKENS, eos)
-
-    @cache  # noqa: B019
     def with_drafter(self, i: int) -> authors.Generation:
         return engine.generate_blocks(self._llm, self.prompts[i], MAX_TOKENS)
 
@@ -51,5 +56,16 @@ class Answers:
 
 
 @pytest.fixture(scope="session")
-def answers() -> Answers:
-    return Answers()
+def answers() -> Iterator[Answers]:
+    answers = Answers()
+    yield answers
+    answers.close()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """135M parameters gain little from a second core, and lose much where it is shared."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -11,6 +11,7 @@ from tests.support import authors, demo, engine, tiny
 from tests.support.runner import PairRunner, relative_error
 
 TOLERANCE = 1e-5
+DEMO_BLOCK_SIZE = 8
 EOS = [1]
 TINY_PROMPTS = ([3, 4, 5, 6], [7] * 11, [9], [12, 30, 8, 8, 21, 17, 5, 29, 11, 14, 3, 10, 22])
 
@@ -132,23 +133,22 @@ def test_tiny_drafts_and_acceptance(tiny_target, tiny_draft):
 
 @pytest.mark.parametrize("i", range(3))
 def test_demo_hidden_states(i, answers):
-    target, draft = demo.transformers_target(), answers.their_draft
+    target, draft = demo.transformers_target(), authors.load_draft(demo.draft_directory())
     directories = demo.target_directory(), demo.draft_directory()
     compare_states(*directories, target, draft, answers.prompts[i])
 
 
 @pytest.mark.parametrize("i", range(NUM_PROMPTS))
 def test_demo_drafts_on_humaneval(i, answers):
-    theirs = answers.by_authors(i)
-    assert compare_blocks(answers.with_drafter(i), theirs, answers.their_draft.block_size)
+    ours = answers.with_drafter(i)
+    assert compare_blocks(ours, answers.by_authors(i), DEMO_BLOCK_SIZE)
 
 
 def test_demo_acceptance_on_humaneval(answers):
     """After the test above, over the blocks that it compared."""
-    size = answers.their_draft.block_size
     ours, theirs = [], []
     for i in range(NUM_PROMPTS):
-        full = compare_blocks(answers.with_drafter(i), answers.by_authors(i), size)
+        full = compare_blocks(answers.with_drafter(i), answers.by_authors(i), DEMO_BLOCK_SIZE)
         ours += answers.with_drafter(i).blocks[: len(full)]
         theirs += full
     assert authors.acceptance_length(ours) == authors.acceptance_length(theirs)

@@ -29,10 +29,12 @@ def compare(prompt: list[int], expected: list[int], actual: list[int]) -> None:
 
 
 @pytest.mark.parametrize("i", range(NUM_PROMPTS))
-def test_greedy_with_drafter_on_humaneval(i, answers):
-    compare(answers.prompts[i], answers.by_transformers(i), answers.with_drafter(i).token_ids)
+def test_greedy_without_drafter_on_humaneval(i, answers):
+    actual = answers.without_drafter[i]
+    compare(answers.prompts[i], answers.by_transformers(i), actual)
 
 
 @pytest.mark.parametrize("i", range(NUM_PROMPTS))
-def test_greedy_without_drafter_on_humaneval(i, answers):
-    compare(answers.prompts[i], answers.by_transformers(i), answers.without_drafter[i])
+def test_greedy_with_drafter_on_humaneval(i, answers):
+    actual = answers.with_drafter(i).token_ids
+    compare(answers.prompts[i], answers.by_transformers(i), actual)

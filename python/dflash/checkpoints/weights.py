@@ -273,8 +273,8 @@ def _own_vocabulary(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     own: list[torch.Tensor | None] = []
     for name, shares, theirs in (
-        ("embed_tokens.weight", shares_embedding, target and target.embed_tokens),
-        ("lm_head.weight", shares_head, target and target.lm_head),
+        ("embed_tokens.weight", shares_embedding, target.embed_tokens if target else None),
+        ("lm_head.weight", shares_head, target.lm_head if target else None),
     ):
         shared = name not in loader.names or (
             theirs is not None and shares(config, loader.mapped(name), theirs)

@@ -166,6 +166,7 @@ def build_core(args: EngineArgs) -> Engine:
 
 
 def _load_drafter(args: EngineArgs, target: Target, settings: DecoderSettings) -> Drafter:
+    assert args.draft is not None
     config, weights, _ = load_draft(args.draft, settings.dtype, settings.device, target)
     check_pair(target.config, config, weights)
     settings = DecoderSettings(

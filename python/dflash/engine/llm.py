@@ -111,7 +111,9 @@ class LLM:
         text = prompt if isinstance(prompt, str) else None
         # A chat template brings its own special tokens; a raw prompt is taken as it is written.
         ids = (
-            self.tokenizer.encode(prompt, add_special_tokens=False) if text is not None else prompt
+            self.tokenizer.encode(prompt, add_special_tokens=False)
+            if isinstance(prompt, str)
+            else prompt
         )
         request = self.core.add_request(ids, params)
         detokenizer = Detokenizer(self.tokenizer, params.stop_strings)
