@@ -13,6 +13,7 @@ import argparse
 import statistics
 
 from benchmarks import report
+
 from dflash import LLM, SamplingParams
 from dflash.cli.compare import compare
 
