@@ -3,12 +3,14 @@
 #   PYTHON  interpreter of the environment, 3.10 or newer
 #   TORCH   what pip installs for torch: any torch>=2.11
 #   PROMPT  what the demo asks
+#   DFLASH_CUDA  AUTO compiles the CUDA sources of test and wheel where nvcc is, ON demands it, OFF does not
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 CXX ?= c++
 PROMPT ?= Write a Python function that returns the sum of the even numbers in a list.
 PYTEST_FLAGS ?=
+DFLASH_CUDA ?= AUTO
 
 BIN := $(VENV)/bin
 export PATH := $(abspath $(BIN)):$(PATH)
@@ -24,7 +26,7 @@ CUDA_OF_TORCH = $$($(BIN)/python -c "import torch; print('AUTO' if torch.version
 
 .PHONY: help demo test ctest pytest lint wheel docs mutants clean googletest
 help:
-	@sed -n '2,5s/^# *//p' Makefile
+	@sed -n '2,6s/^# *//p' Makefile
 
 demo: $(VENV)/.ready
 	@$(BIN)/dflash generate --compare "$(PROMPT)"
@@ -33,7 +35,7 @@ test: ctest pytest
 
 # One build directory: the editable install fills it, this adds the C++ tests and, where nvcc is, the CUDA sources.
 ctest: $(VENV)/.ready $(CUTLASS) googletest
-	$(BIN)/cmake -S . -B build/cmake -DDFLASH_BUILD_TESTS=ON -DDFLASH_CUDA=AUTO $(CUTLASS_FLAG)
+	$(BIN)/cmake -S . -B build/cmake -DDFLASH_BUILD_TESTS=ON -DDFLASH_CUDA=$(DFLASH_CUDA) $(CUTLASS_FLAG)
 	$(BIN)/cmake --build build/cmake -j $(JOBS)
 	$(BIN)/cmake --install build/cmake --component python --strip --prefix python
 	$(BIN)/ctest --test-dir build/cmake --output-on-failure --no-tests=error \
@@ -50,7 +52,7 @@ lint: $(VENV)/.lint-ready
 
 wheel: $(VENV)/.ready $(CUTLASS)
 	rm -rf build/lib.* build/bdist.*
-	CMAKE_ARGS="$(CUTLASS_FLAG)" MAX_JOBS=$(JOBS) $(PIP) wheel --no-build-isolation --no-deps -w dist .
+	DFLASH_CUDA=$(DFLASH_CUDA) CMAKE_ARGS="$(CUTLASS_FLAG)" MAX_JOBS=$(JOBS) $(PIP) wheel --no-build-isolation --no-deps -w dist .
 
 docs: $(VENV)/.ready
 	$(BIN)/python docs/generate_ops.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # CUTLASS headers: -DCUTLASS_DIR, else the installed nvidia-cutlass package, else an error with the command to run.
 if(NOT CUTLASS_DIR)
   execute_process(

@@ -183,21 +183,24 @@ def _integer(b: Batch, name: str) -> list[Case]:
         rows = [torch.empty(b.rows, **I64) for _ in range(5)]
         samples = [torch.empty(b.reqs * N, **I64) for _ in range(2)]
         rejected = Q - accepted
+        lens, starts = torch.empty_like(b.seq_lens), torch.empty_like(b.query_start_loc)
+        sample_map = torch.empty(b.reqs * N, **I32)
         return lambda: build_query(
             b.positions, b.query_start_loc, accepted, rejected, bonus, bonus, b.idx_mapping, [b.block_table], [PAGE],
             num_speculative_tokens=N, mask_token_id=1, max_model_len=40960, sample_from_anchor=False,
             context_positions=rows[0], context_slot_mappings=[rows[1]], query_input_ids=rows[2],
-            query_positions=rows[3], query_slot_mappings=[rows[4]], query_seq_lens=torch.empty_like(b.seq_lens),
-            draft_query_start_loc=torch.empty_like(b.query_start_loc), sample_rows=samples[0],
-            sample_positions=samples[1], sample_idx_mapping=torch.empty(b.reqs * N, **I32))  # fmt: skip
+            query_positions=rows[3], query_slot_mappings=[rows[4]], query_seq_lens=lens,
+            draft_query_start_loc=starts, sample_rows=samples[0],
+            sample_positions=samples[1], sample_idx_mapping=sample_map)  # fmt: skip
 
     def commit():
         tokens = torch.randint(0, VOCAB, (b.reqs, Q), **I64)
         left, finished = torch.full((b.reqs,), 1 << 30, **I32), torch.zeros(b.reqs, **I32)
+        seq_lens, last_sampled = b.seq_lens.clone(), bonus.clone()
         step, ring = torch.zeros(1, **I64), torch.zeros(4, b.reqs, 3 + Q, **I64)
         return lambda: advance(
-            tokens, accepted, b.idx_mapping, stop_token_ids=None, seq_lens=b.seq_lens.clone(),
-            last_sampled=bonus.clone(), tokens_left=left, finished=finished, step=step, output_ring=ring)  # fmt: skip
+            tokens, accepted, b.idx_mapping, stop_token_ids=None, seq_lens=seq_lens,
+            last_sampled=last_sampled, tokens_left=left, finished=finished, step=step, output_ring=ring)  # fmt: skip
 
     return [
         Case("build_verify", name, verify, b.rows * 32),

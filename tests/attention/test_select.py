@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dflash import log
 from dflash.attention import native, sdpa
 from dflash.attention.select import select_backend
 from dflash.attention.spec import AttentionSpec, Refusal, Support
@@ -35,6 +36,17 @@ def test_auto_falls_to_the_next_backend_and_a_named_one_is_an_error():
     assert select_backend(odd)[0] == "sdpa"
     with pytest.raises(ValueError, match=r"native: head_dim 72 is not one of"):
         select_backend(odd, "native")
+
+
+def test_what_was_passed_over_and_what_runs_eagerly_is_said_once(caplog, monkeypatch):
+    monkeypatch.setattr(log, "_seen", set())
+    select_backend(SPEC)
+    assert not caplog.messages
+    for _ in range(2):
+        select_backend(replace(SPEC, head_dim=72))
+    passed_over, eager = caplog.messages
+    assert passed_over.startswith("attention runs on sdpa; passed over: native: head_dim 72 is not")
+    assert eager == "attention backend sdpa is not replayable: it runs eagerly"
 
 
 def test_sdpa_is_not_replayable_and_refuses_sinks():

@@ -122,6 +122,11 @@ REFUSALS = [
     (with_dflash(target_layer_ids=None), "target_layer_ids' is missing"),
     (with_dflash(target_layer_ids=[]), "target_layer_ids"),
     (with_dflash(target_layer_ids=[-1]), "target_layer_ids"),
+    (
+        with_dflash(target_layer_ids=[0, 2, 0]),
+        r"target_layer_ids' names layers \[0\] more than once",
+    ),
+    ({**SPECULATORS, "aux_hidden_state_layer_ids": [3, 3]}, r"names layers \[2\] more than once"),
     (with_dflash(causal="yes"), "causal"),
     (with_dflash(block_size=8), "block_size is 4 at the top level but 8"),
     (without(DRAFT, "block_size"), "block_size' is missing"),

@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 
-from dflash.checkpoints import check_pair, load_draft, load_target, share_vocabulary
+from dflash.checkpoints import check_pair, load_draft, load_target
 from dflash.errors import CheckpointError
 from tests.checkpoints.support import (
     DRAFT,
@@ -59,6 +59,17 @@ def test_a_drafter_of_another_target(tmp_path, draft, target_hidden, message):
         _check(_pair(tmp_path, draft=draft, target_hidden=target_hidden))
 
 
+@pytest.mark.parametrize(("rows", "fits"), [(63, False), (64, True), (72, True)])
+def test_an_own_embedding_holds_every_token_of_the_target(tmp_path, rows, fits):
+    draft = {**DRAFT, "vocab_size": rows}
+    pair = _pair(tmp_path, draft, extra={"embed_tokens.weight": torch.randn(rows, 32)})
+    if fits:
+        _check(pair)
+        return
+    with pytest.raises(CheckpointError, match=r"embedding has 63 rows, .* tokens up to 63"):
+        _check(pair)
+
+
 @pytest.mark.parametrize(("shift", "fits"), [(0, True), (40, True), (41, False), (-1, False)])
 def test_d2t_stays_in_the_vocabulary(tmp_path, shift, fits):
     draft = {**SPECULATORS, "draft_vocab_size": 24}
@@ -91,13 +102,11 @@ def test_unpadded_rows_decide(tmp_path, own_rows, equal):
         if not equal:
             own[name][59, 0] += 1
     folder = write(tmp_path / "draft", config, draft_tensors(config) | own)
-    draft_config, before, _ = load_draft(folder)
+    _, before, _ = load_draft(folder)
     assert before.embed_tokens.shape == before.lm_head.shape == (own_rows, 32)
-    shared = share_vocabulary(draft_config, before, weights)
     _, loaded, _ = load_draft(folder, target=weights)
-    for result in (shared, loaded):
-        assert (result.embed_tokens is None) == equal
-        assert (result.lm_head is None) == equal
+    assert (loaded.embed_tokens is None) == equal
+    assert (loaded.lm_head is None) == equal
 
 
 def test_embedding_and_head_are_compared_apart(tmp_path):

@@ -49,6 +49,9 @@ class FakeLLM:
         self.facts = SimpleNamespace(dtype=torch.float32, device=torch.device("cpu"))
         self.made.append((model, draft, arguments))
 
+    def without_draft(self):
+        return FakeLLM("without_draft")
+
     def chat_prompt(self, messages):
         return "".join(f"<{m['role']}>{m['content']}" for m in messages)
 

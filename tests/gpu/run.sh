@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # The GPU gate: builds for this machine's GPU, runs ctest -L gpu and pytest -m gpu, prints a summary.
 #   tests/gpu/run.sh              the gate (under 8 minutes on an H200)
 #   tests/gpu/run.sh --sanitize   memcheck, racecheck, synccheck and initcheck on the torch-free kernel tests
@@ -34,14 +35,16 @@ if [ $sanitize = 1 ]; then
     options=(--tool "$tool" --error-exitcode 9)
     [ $tool = memcheck ] && options+=(--leak-check full)
     if compute-sanitizer "${options[@]}" "$build/tests/cpp/dflash_gpu_tests" > "$build.$tool.log" 2>&1; then
-      echo "$tool: $(grep -c '^\[       OK' "$build.$tool.log") tests clean"
+      passed=$(grep -c '^\[       OK' "$build.$tool.log")
+      echo "$tool: $passed tests clean"
+      [ "$passed" -gt 0 ] || failed+=("$tool: no test ran")
     else
       tail -25 "$build.$tool.log"
       failed+=("$tool")
     fi
   done
 else
-  ctest --test-dir "$build" -L gpu --output-on-failure || failed+=("ctest -L gpu")
+  ctest --test-dir "$build" -L gpu --no-tests=error --output-on-failure || failed+=("ctest -L gpu")
   "$python" -m pytest -m gpu -q -p no:cacheprovider tests || failed+=("pytest -m gpu")
 fi
 

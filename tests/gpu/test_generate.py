@@ -56,7 +56,8 @@ def test_native_equals_sdpa_backend():
 
 @pytest.mark.parametrize("method", ["match", "synthetic"])
 def test_qwen3_8b_shape_runs(method):
-    from dflash.engine.build import EngineArgs, assemble
+    from dflash.engine.args import EngineArgs
+    from dflash.engine.build import assemble
     from dflash.engine.sampling_params import SamplingParams
     from dflash.models.decoder import DecoderSettings
     from dflash.models.drafter import Drafter
@@ -78,7 +79,7 @@ def test_qwen3_8b_shape_runs(method):
     drafter = Drafter(
         qwen3_8b_draft(), draft_weights, target.embed_tokens, target.lm_head, settings
     )
-    core = assemble(args, target, drafter, n, settings, None).core
+    core = assemble(args, target, drafter, n, settings).core
     params = SamplingParams(max_tokens=64, temperature=0.8, seed=1, ignore_eos=True)
     requests = [core.add_request(range(100 + i, 228 + i), params) for i in range(4)]
     while core.scheduler.has_work:

@@ -13,6 +13,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def supports(spec: AttentionSpec) -> Support | Refusal:
+    """Head dims and dtypes that the kernel is built for; fp8 caches too."""
     if spec.head_dim not in HEAD_DIMS:
         return Refusal(f"head_dim {spec.head_dim} is not one of {HEAD_DIMS}")
     if spec.dtype not in DTYPES:
@@ -25,7 +26,7 @@ def supports(spec: AttentionSpec) -> Support | Refusal:
 
 
 class NativeAttention:
-    """Calls paged_attention; its workspace grows to the largest batch seen and is shared by layers."""
+    """Calls paged_attention; one workspace per layer group of a model, as large as its largest batch."""
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
@@ -39,6 +40,7 @@ class NativeAttention:
         batch: AttentionBatch,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
+        """[T, num_heads, head_dim], of queries of that shape; sinks [num_heads]."""
         return paged_attention(
             query,
             cache.key,

@@ -10,6 +10,7 @@ from dflash.attention.spec import AttentionBatch, AttentionSpec, LayerCache, Ref
 
 
 def supports(spec: AttentionSpec) -> Support | Refusal:
+    """Everything but sinks and caches of another dtype."""
     if spec.has_sinks:
         return Refusal("attention sinks are not expressible")
     if spec.kv_dtype != spec.dtype:
@@ -30,6 +31,7 @@ class SdpaAttention:
         batch: AttentionBatch,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
+        """[T, num_heads, head_dim], of queries of that shape; sinks [num_heads]."""
         output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
         starts = batch.query_start_loc.tolist()
         capacity = batch.block_table.shape[1] * cache.key.shape[1]

@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-import logging
-
 from dflash.attention import native, sdpa
 from dflash.attention.spec import AttentionBackend, AttentionSpec, Backend, Refusal
-
-logger = logging.getLogger("dflash")
+from dflash.log import log_once
 
 BACKENDS = (
     Backend("native", native.supports, native.NativeAttention),
@@ -19,6 +16,8 @@ BACKENDS = (
 
 def select_backend(spec: AttentionSpec, requested: str = "auto") -> tuple[str, AttentionBackend]:
     """The first backend that serves `spec`, or the one asked for by name.
+
+    Says once what was passed over and why, and that the chosen one runs eagerly.
 
     Raises:
         ValueError: an unknown name, or a backend that refuses the spec.
@@ -31,6 +30,10 @@ def select_backend(spec: AttentionSpec, requested: str = "auto") -> tuple[str, A
     for backend in candidates:
         answer = backend.supports(spec)
         if not isinstance(answer, Refusal):
+            if refusals:
+                log_once(f"attention runs on {backend.name}; passed over: {'; '.join(refusals)}")
+            if not answer.replayable:
+                log_once(f"attention backend {backend.name} is not replayable: it runs eagerly")
             return backend.name, backend.make(spec)
         refusals.append(f"{backend.name}: {answer.reason}")
     raise ValueError(f"no attention backend serves {spec}: {'; '.join(refusals)}")

@@ -28,10 +28,12 @@ class AttentionSpec:
 
     @property
     def window_left(self) -> int:
+        """Keys visible before the query, -1 for all."""
         return -1 if self.window is None else self.window - 1
 
     @property
     def window_right(self) -> int:
+        """Keys visible after the query, -1 for no bound but causality."""
         return -1 if self.window is None or self.causal else self.window - 1
 
 
@@ -84,7 +86,8 @@ class AttentionBackend(Protocol):
         cache: LayerCache,
         batch: AttentionBatch,
         sinks: torch.Tensor | None,
-    ) -> torch.Tensor:  # [T, num_heads, head_dim]
+    ) -> torch.Tensor:
+        """[T, num_heads, head_dim]; sinks [num_heads]."""
         ...
 
 

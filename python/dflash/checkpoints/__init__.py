@@ -9,7 +9,7 @@ from dflash.checkpoints.config import (
     TargetConfig,
 )
 from dflash.checkpoints.drafts import SUPPORTED_DRAFTERS, parse_draft_config
-from dflash.checkpoints.pair import check_pair, share_vocabulary
+from dflash.checkpoints.pair import check_pair
 from dflash.checkpoints.resolve import DEMO_MODEL, resolve_draft, resolve_target
 from dflash.checkpoints.targets import SUPPORTED_TARGETS, parse_target_config
 from dflash.checkpoints.weights import (
@@ -39,5 +39,4 @@ __all__ = [
     "parse_target_config",
     "resolve_draft",
     "resolve_target",
-    "share_vocabulary",
 ]

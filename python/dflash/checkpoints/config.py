@@ -50,6 +50,8 @@ class DecoderConfig:
 
 @dataclass(frozen=True)
 class TargetConfig:
+    """A target: its decoder, and the dtype its weights are in."""
+
     architecture: str
     decoder: DecoderConfig
     tie_word_embeddings: bool
@@ -59,6 +61,8 @@ class TargetConfig:
 
 @dataclass(frozen=True)
 class DraftConfig:
+    """A drafter: its decoder, the taps it reads and the block it fills."""
+
     dialect: Literal["dflash", "speculators"]
     decoder: DecoderConfig
     target_layer_ids: tuple[int, ...]  # entry i: the output of target layer i, in fc's column order

@@ -89,7 +89,7 @@ def parse_draft_config(config: Mapping) -> DraftConfig:
     return DraftConfig(
         dialect="speculators" if speculators else "dflash",
         decoder=decoder,
-        target_layer_ids=_target_layer_ids(flat, dflash),
+        target_layer_ids=_distinct(_target_layer_ids(flat, dflash)),
         target_hidden_size=read_int(both, "target_hidden_size", decoder.hidden_size),
         num_target_layers=read_int(both, "num_target_layers", None),
         mask_token_id=_mask_token_id(flat, dflash),
@@ -210,6 +210,17 @@ def _target_layer_ids(flat: Mapping, dflash: Mapping) -> tuple[int, ...]:
         if taps is not None:
             return _shift_back(taps, "layer_ids")
     raise CheckpointError("config key 'dflash_config.target_layer_ids' is missing")
+
+
+def _distinct(taps: tuple[int, ...]) -> tuple[int, ...]:
+    """A layer fills one column of the taps, so a second column for it would stay zero."""
+    twice = sorted({tap for tap in taps if taps.count(tap) > 1})
+    if twice:
+        raise CheckpointError(
+            f"config key 'target_layer_ids' names layers {twice} more than once (of {list(taps)}, "
+            "outputs counted from 0): expected every layer once"
+        )
+    return taps
 
 
 def _shift_back(taps: tuple[int, ...], key: str) -> tuple[int, ...]:

@@ -21,11 +21,14 @@ _ALIASES = (
 
 @dataclass
 class Layout:
+    """Canonical tensor name -> shape, of what a checkpoint must and may hold."""
+
     required: dict[str, Shape] = field(default_factory=dict)
     optional: dict[str, Shape] = field(default_factory=dict)
 
 
 def target_layout(config: TargetConfig) -> Layout:
+    """The tensors of a target; tied embeddings make its head optional."""
     decoder = config.decoder
     vocabulary = (decoder.vocab_size, decoder.hidden_size)
     layout = Layout(_decoder_layout(decoder, has_sinks=False))
@@ -36,6 +39,7 @@ def target_layout(config: TargetConfig) -> Layout:
 
 
 def draft_layout(config: DraftConfig) -> Layout:
+    """The tensors of a drafter; its own embedding and full head are optional."""
     decoder = config.decoder
     hidden = decoder.hidden_size
     layout = Layout(_decoder_layout(decoder, config.has_sinks))
@@ -53,6 +57,7 @@ def draft_layout(config: DraftConfig) -> Layout:
 
 
 def draft_head(config: DraftConfig) -> Shape:
+    """[V or draft_vocab_size, H]."""
     return (config.draft_vocab_size or config.decoder.vocab_size, config.decoder.hidden_size)
 
 

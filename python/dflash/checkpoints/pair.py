@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -33,7 +32,7 @@ def check_pair(target: TargetConfig, draft: DraftConfig, weights: DraftWeights) 
     """Checks that a drafter was made for this target.
 
     Args:
-        weights: the drafter's, after `share_vocabulary`.
+        weights: the drafter's; a matrix that is None is the target's.
 
     Raises:
         CheckpointError: it was trained for another target; the message says how that shows.
@@ -77,6 +76,8 @@ def _vocabulary_mismatch(vocab: int, draft: DraftConfig, weights: DraftWeights) 
     rows = vocab if weights.embed_tokens is None else weights.embed_tokens.shape[0]
     if weights.mask_embedding is None and draft.mask_token_id >= rows:
         return f"its mask token is {draft.mask_token_id}, the embedding has {rows} rows"
+    if rows < vocab:
+        return f"its own embedding has {rows} rows, this target names tokens up to {vocab - 1}"
     if weights.d2t is not None:
         ids = torch.arange(weights.d2t.shape[0], device=weights.d2t.device) + weights.d2t
         low, high = int(ids.min()), int(ids.max())
@@ -85,17 +86,8 @@ def _vocabulary_mismatch(vocab: int, draft: DraftConfig, weights: DraftWeights) 
     return None
 
 
-def share_vocabulary(draft: DraftConfig, weights: DraftWeights, target: Vocabulary) -> DraftWeights:
-    """Drops the drafter's own embedding and head where they equal the target's."""
-    embed, head = weights.embed_tokens, weights.lm_head
-    if embed is not None and shares_embedding(draft, embed, target.embed_tokens):
-        embed = None
-    if head is not None and shares_head(draft, head, target.lm_head):
-        head = None
-    return replace(weights, embed_tokens=embed, lm_head=head)
-
-
 def shares_embedding(draft: DraftConfig, own: torch.Tensor, target: torch.Tensor) -> bool:
+    """An own embedding may be dropped when it equals the target's, which has the mask's row."""
     return draft.mask_token_id < target.shape[0] and _same_rows(own, target)
 
 

@@ -21,7 +21,6 @@ from dflash.checkpoints.layout import (
 from dflash.checkpoints.pair import (
     Vocabulary,
     check_pair,
-    share_vocabulary,
     shares_embedding,
     shares_head,
 )
@@ -42,15 +41,16 @@ __all__ = [
     "check_pair",
     "load_draft",
     "load_target",
-    "share_vocabulary",
 ]
 
 
 @dataclass(frozen=True)
 class LayerWeights:
+    """One decoder layer; H hidden_size, I intermediate_size."""
+
     input_layernorm: torch.Tensor  # [H]
     qkv_proj: torch.Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, H]
-    qkv_bias: torch.Tensor | None
+    qkv_bias: torch.Tensor | None  # [(num_heads + 2 * num_kv_heads) * head_dim]
     q_norm: torch.Tensor | None  # [head_dim]
     k_norm: torch.Tensor | None  # [head_dim]
     o_proj: torch.Tensor  # [H, num_heads * head_dim]
@@ -63,6 +63,8 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class TargetWeights:
+    """A target; V vocab_size, H hidden_size."""
+
     embed_tokens: torch.Tensor  # [V, H]
     layers: list[LayerWeights]
     norm: torch.Tensor  # [H]
@@ -71,6 +73,8 @@ class TargetWeights:
 
 @dataclass(frozen=True)
 class DraftWeights:
+    """A drafter; H its own hidden_size, H_target the target's."""
+
     fc: torch.Tensor  # [H, num_taps * H_target]
     hidden_norm: torch.Tensor | None  # [H]
     layers: list[LayerWeights]
@@ -132,8 +136,7 @@ def load_draft(
 
     Args:
         target: its weights, or the model built from them. An embedding or head that equals the
-            target's becomes None before it is copied to the device (`share_vocabulary` does so
-            afterwards).
+            target's becomes None, before it is copied to the device.
     """
     directory = resolve_draft(path)
     raw = read_json(directory / "config.json")
@@ -270,8 +273,8 @@ def _own_vocabulary(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     own: list[torch.Tensor | None] = []
     for name, shares, theirs in (
-        ("embed_tokens.weight", shares_embedding, target and target.embed_tokens),
-        ("lm_head.weight", shares_head, target and target.lm_head),
+        ("embed_tokens.weight", shares_embedding, target.embed_tokens if target else None),
+        ("lm_head.weight", shares_head, target.lm_head if target else None),
     ):
         shared = name not in loader.names or (
             theirs is not None and shares(config, loader.mapped(name), theirs)

@@ -34,12 +34,20 @@ def generate(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     num_speculative_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Drafts a step. Default: what the drafter is for.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Draft tokens a step. Default: all of a block; on a CPU the number that measures best.",
+        ),
     ] = None,
     allow_long_drafts: Annotated[
         bool,
         typer.Option("--allow-long-drafts", help="Permit more drafts than the drafter's block."),
     ] = False,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(min=2, help="Prompt and answer tokens at most. Default: what fits."),
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
@@ -66,7 +74,12 @@ def generate(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    engine: dict[str, Any] = {"dtype": dtype, "device": device, "max_num_seqs": 1}
+    engine: dict[str, Any] = {
+        "dtype": dtype,
+        "device": device,
+        "max_num_seqs": 1,
+        "max_model_len": max_model_len,
+    }
     llm = dflash.LLM(
         model,
         draft,
@@ -85,8 +98,7 @@ def generate(
 
     from dflash.cli import compare as comparing
 
-    plain = dflash.LLM(model, None, **engine)
-    comparison = comparing.compare(plain, llm, text, params, threads=threads)
+    comparison = comparing.compare(llm.without_draft(), llm, text, params, threads=threads)
     _report(_compared(comparison), llm, comparison)
 
 

@@ -121,14 +121,22 @@ def _devices() -> dict[str, str]:
     return devices
 
 
+def _served_here() -> tuple[str, torch.dtype]:
+    """The architecture and the dtype that a model would be served on here."""
+    if not cuda_is_available():
+        return "cpu", torch.float32
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}", torch.bfloat16
+
+
 def _attention(unavailable: dict[str, str]) -> dict[str, str]:
     """What each backend answers for a plain Qwen3-8B layer, causal and not."""
-    dtype = torch.bfloat16 if cuda_is_available() else torch.float32
+    arch, dtype = _served_here()
     served = {}
     for backend in BACKENDS:
         for causal in (True, False):
             spec = AttentionSpec(
-                arch="cpu", num_heads=32, num_kv_heads=8, head_dim=128, dtype=dtype, kv_dtype=dtype,
+                arch=arch, num_heads=32, num_kv_heads=8, head_dim=128, dtype=dtype, kv_dtype=dtype,
                 causal=causal, window=None, query_shape="ragged", kv_block_size=16,
             )  # fmt: skip
             answer = backend.supports(spec)
@@ -136,5 +144,5 @@ def _attention(unavailable: dict[str, str]) -> dict[str, str]:
             if isinstance(answer, Refusal):
                 unavailable[name] = answer.reason
             else:
-                served[name] = "captured in graphs" if answer.replayable else "runs eagerly"
+                served[name] = "replayable" if answer.replayable else "eager"
     return served

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engine arguments, checked and resolved once, and the engine built from them."""
+"""The engine, built from its arguments; "auto" is resolved here, once."""
 
 from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from dflash.checkpoints.weights import check_pair, load_draft, load_target
-from dflash.devices import why_no_cuda
+from dflash.checkpoints.config import DecoderConfig, TargetConfig
+from dflash.checkpoints.weights import TargetWeights, check_pair, load_draft, load_target
+from dflash.engine.args import DTYPES, EngineArgs, resolve_device
 from dflash.engine.buffers import BatchBuffers, RequestState
 from dflash.engine.core import Core
 from dflash.engine.kv_cache import BlockPool
@@ -19,6 +20,7 @@ from dflash.engine.scheduler import Scheduler
 from dflash.engine.step import Step
 from dflash.engine.tune import best_num_speculative_tokens
 from dflash.errors import DflashError
+from dflash.log import log_once
 from dflash.models.decoder import DecoderSettings, Taps
 from dflash.models.drafter import Drafter
 from dflash.models.target import Target
@@ -26,69 +28,7 @@ from dflash.speculators.dflash import DFlashSpeculator
 
 logger = logging.getLogger("dflash")
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 CPU_CACHE_BYTES = 4 << 30
-
-
-@dataclass(frozen=True)
-class EngineArgs:
-    """Engine arguments, under vLLM's names where vLLM has them.
-
-    Args:
-        model, draft: checkpoints; see LLM.
-        dtype: "auto" (the checkpoint's on a GPU, float32 on a CPU), float32, float16 or bfloat16.
-        device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N".
-        num_speculative_tokens: N; None takes draft_block_size - 1, on a CPU what a short measurement finds best.
-        allow_long_drafts: permit N past draft_block_size - 1, where drafters propose poorly.
-        max_model_len: prompt and output tokens of a request; None takes the target's.
-        max_num_seqs: requests that run at once.
-        max_num_batched_tokens: prompt rows of one prefill pass.
-        kv_block_size: slots of a cache block.
-        gpu_memory_utilization: share of the GPU's memory that weights and caches may take.
-        attention_backend, draft_attention_backend: "auto" or a backend's name.
-        draft_sample_method: "greedy" or "gumbel".
-        rejection_sample_method: "match", "standard", "block" or "synthetic", for temperature > 0.
-        synthetic_acceptance_rates: N conditional rates, for "synthetic" (benchmarks only: it changes the output).
-        seed: of requests that bring none.
-    """
-
-    model: str
-    draft: str | None = None
-    dtype: str = "auto"
-    device: str = "auto"
-    num_speculative_tokens: int | None = None
-    allow_long_drafts: bool = False
-    max_model_len: int | None = None
-    max_num_seqs: int = 8
-    max_num_batched_tokens: int = 2048
-    kv_block_size: int = 16
-    gpu_memory_utilization: float = 0.9
-    attention_backend: str = "auto"
-    draft_attention_backend: str = "auto"
-    draft_sample_method: str = "greedy"
-    rejection_sample_method: str = "match"
-    synthetic_acceptance_rates: tuple[float, ...] | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        self._check_choice("dtype", ("auto", *DTYPES))
-        self._check_choice("draft_sample_method", ("greedy", "gumbel"))
-        self._check_choice("rejection_sample_method", ("match", "standard", "block", "synthetic"))
-        for name in ("max_num_seqs", "max_num_batched_tokens", "kv_block_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
-        if self.num_speculative_tokens is not None and self.draft is None:
-            raise ValueError("num_speculative_tokens needs a drafter: pass draft=")
-        if (self.rejection_sample_method == "synthetic") != bool(self.synthetic_acceptance_rates):
-            raise ValueError(
-                'rejection_sample_method "synthetic" and synthetic_acceptance_rates go together'
-            )
-
-    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
-        if getattr(self, name) not in choices:
-            raise ValueError(
-                f"{name} {getattr(self, name)!r}: expected one of {', '.join(choices)}"
-            )
 
 
 @dataclass(frozen=True)
@@ -105,35 +45,13 @@ class EngineFacts:
 
 @dataclass(frozen=True)
 class Engine:
+    """A core, what "auto" became, and the target's weights, which another engine may share."""
+
     core: Core
     facts: EngineFacts
-    model_dir: Path | None
-
-
-def resolve_device(device: str) -> torch.device:
-    """The device of "auto", "cpu" or "cuda[:N]".
-
-    Raises:
-        ValueError: the name is not a device.
-        DflashError: CUDA was asked for and cannot be used; says why.
-    """
-    if device == "auto":
-        device = "cuda" if why_no_cuda() is None else "cpu"
-    try:
-        resolved = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device {device!r}: expected auto, cpu, cuda or cuda:N") from error
-    if resolved.type not in ("cpu", "cuda"):
-        raise ValueError(f"device {device!r}: expected auto, cpu, cuda or cuda:N")
-    if resolved.type == "cuda":
-        reason = why_no_cuda()
-        if reason is not None:
-            raise DflashError(f"device {device}: {reason}; the device cpu works everywhere")
-        count = torch.cuda.device_count()
-        if (resolved.index or 0) >= count:
-            raise ValueError(f"device {device}: this machine has {count} GPU(s)")
-        resolved = torch.device("cuda", resolved.index or 0)
-    return resolved
+    model_dir: Path | None = None
+    target_config: TargetConfig | None = None
+    target_weights: TargetWeights | None = None
 
 
 def build_core(args: EngineArgs) -> Engine:
@@ -144,45 +62,82 @@ def build_core(args: EngineArgs) -> Engine:
         dtype = torch.float32
     target_config, target_weights, model_dir = load_target(args.model, dtype, device)
     dtype = target_weights.embed_tokens.dtype
-    max_model_len = _max_model_len(
-        args.max_model_len, target_config.decoder.max_position_embeddings
-    )
+    drafted = None
+    if args.draft is not None:
+        config, weights, _ = load_draft(args.draft, dtype, device, target_weights)
+        check_pair(target_config, config, weights)
+        drafted = (config, weights)
+    decoders = [target_config.decoder] + ([drafted[0].decoder] if drafted else [])
+    max_model_len = _max_model_len(args, decoders, dtype, device)
     settings = DecoderSettings(
         device, dtype, args.kv_block_size, max_model_len, args.attention_backend
     )
     target = Target(target_config, target_weights, settings)
     drafter = None
-    if args.draft is not None:
-        drafter = _load_drafter(args, target, settings)
+    if drafted is not None:
+        draft_settings = replace(settings, attention_backend=args.draft_attention_backend)
+        drafter = Drafter(*drafted, target.embed_tokens, target.lm_head, draft_settings)
     n = _num_speculative_tokens(args, target, drafter, device)
-    engine = assemble(args, target, drafter, n, settings, model_dir)
-    facts = engine.facts
-    logger.info(
-        "%s on %s: N = %d, max_model_len %d, %d cache blocks of %d, attention %s",
-        facts.dtype, facts.device, n, max_model_len, facts.num_blocks, args.kv_block_size,
-        facts.attention_backends,
-    )  # fmt: skip
+    engine = replace(
+        assemble(args, target, drafter, n, settings),
+        model_dir=model_dir,
+        target_config=target_config,
+        target_weights=target_weights,
+    )
+    _log_facts(engine.facts, args.kv_block_size)
     return engine
 
 
-def _load_drafter(args: EngineArgs, target: Target, settings: DecoderSettings) -> Drafter:
-    config, weights, _ = load_draft(args.draft, settings.dtype, settings.device, target)
-    check_pair(target.config, config, weights)
+def without_draft(args: EngineArgs, engine: Engine) -> Engine:
+    """A second engine on the same target weights, in the same memory, without the drafter."""
+    assert engine.target_config is not None and engine.target_weights is not None
+    facts = engine.facts
     settings = DecoderSettings(
-        settings.device, settings.dtype, settings.kv_block_size, settings.max_model_len,
-        args.draft_attention_backend,
+        facts.device, facts.dtype, args.kv_block_size, facts.max_model_len, args.attention_backend
+    )
+    target = Target(engine.target_config, engine.target_weights, settings)
+    plain = assemble(
+        replace(args, draft=None, num_speculative_tokens=None), target, None, 0, settings
+    )
+    return replace(engine, core=plain.core, facts=plain.facts)
+
+
+def _log_facts(facts: EngineFacts, kv_block_size: int) -> None:
+    logger.info(
+        "%s on %s: N = %d, max_model_len %d, %d cache blocks of %d, attention %s",
+        facts.dtype, facts.device, facts.num_speculative_tokens, facts.max_model_len, facts.num_blocks,
+        kv_block_size, facts.attention_backends,
     )  # fmt: skip
-    return Drafter(config, weights, target.embed_tokens, target.lm_head, settings)
 
 
-def _max_model_len(requested: int | None, limit: int) -> int:
-    if requested is None:
-        return limit
-    if not 2 <= requested <= limit:
+def _max_model_len(
+    args: EngineArgs, decoders: list[DecoderConfig], dtype: torch.dtype, device: torch.device
+) -> int:
+    """What was asked for, or the target's limit as far as one such request fits in memory."""
+    limit, requested = decoders[0].max_position_embeddings, args.max_model_len
+    if requested is not None:
+        if 2 <= requested <= limit:
+            return requested
         raise ValueError(
             f"max_model_len must be in 2..{limit} (the target's limit), got {requested}"
         )
-    return requested
+    slot_bytes = (
+        sum(2 * d.num_layers * d.num_kv_heads * d.head_dim for d in decoders) * dtype.itemsize
+    )
+    # Room for the null block and for blocks that a draft may reach past the end.
+    margin = 4 * args.kv_block_size + 64
+    affordable = int(_cache_bytes(args, device) // slot_bytes) - margin
+    if affordable >= limit:
+        return limit
+    if affordable < 2:
+        raise DflashError(
+            f"{device} has no memory left for a K/V cache: {slot_bytes} bytes a token"
+        )
+    log_once(
+        f"max_model_len {affordable}, below the model's {limit}: that is what fits in memory",
+        logging.WARNING,
+    )
+    return affordable
 
 
 def _num_speculative_tokens(
@@ -210,7 +165,6 @@ def assemble(
     drafter: Drafter | None,
     n: int,
     settings: DecoderSettings,
-    model_dir: Path | None,
 ) -> Engine:
     """The engine over models that are in memory already; n = num_speculative_tokens, 0 without a drafter."""
     device, max_model_len = settings.device, settings.max_model_len
@@ -258,7 +212,7 @@ def assemble(
     )
     names = {"target": _backends(target)} | ({"draft": _backends(drafter)} if drafter else {})
     facts = EngineFacts(device, settings.dtype, n, max_model_len, num_blocks, names)
-    return Engine(core, facts, model_dir)
+    return Engine(core, facts)
 
 
 def _backends(model: Target | Drafter) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 from dflash.engine.buffers import MAX_STOP_TOKEN_IDS, OUTPUT_RING, BatchBuffers
 from dflash.engine.sampling_params import SamplingParams
@@ -55,6 +56,7 @@ class Core:
         self.eos_token_ids = tuple(eos_token_ids)
         self.seed = seed
         self._num_requests = 0
+        self._prefilled = False  # whether the last step was a prefill
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -72,6 +74,7 @@ class Core:
         self._check_stops(params)
         room = self.max_model_len - len(prompt)
         request = Request(self._num_requests, prompt, params, min(params.max_tokens, room))
+        request.statistics.num_requests = 1
         request.statistics.num_prompt_tokens = len(prompt)
         self.scheduler.add(request)
         self._num_requests += 1
@@ -85,6 +88,9 @@ class Core:
                 f"the prompt has {len(prompt)} tokens; with max_model_len {self.max_model_len} at most "
                 f"{self.max_model_len - 1} leave room for an answer: shorten it or raise max_model_len"
             )
+        odd = next((t for t in prompt if not isinstance(t, Integral)), None)
+        if odd is not None:
+            raise ValueError(f"the prompt holds {odd!r}: expected text or token ids")
         outside = next((t for t in prompt if not 0 <= t < self.vocab_size), None)
         if outside is not None:
             raise ValueError(
@@ -108,11 +114,21 @@ class Core:
             self.scheduler.finish(request, "abort")
 
     def step(self) -> list[NewTokens]:
-        """One prefill batch if any prompt waits, else one iteration of all running requests."""
+        """One prefill batch, or one iteration of all running requests; they alternate while both have work.
+
+        An exception ends the requests of the batch at hand: the device may be ahead of the host.
+        """
         for request in self.scheduler.admit():
             self._admit(request)
-        chunks = self.scheduler.next_prefill()
-        return self._prefill(chunks) if chunks else self._decode(self.scheduler.running)
+        chunks = [] if self._prefilled and self.scheduler.running else self.scheduler.next_prefill()
+        self._prefilled = bool(chunks)
+        requests = [chunk.request for chunk in chunks] or list(self.scheduler.running)
+        try:
+            return self._prefill(chunks) if chunks else self._decode(requests)
+        except BaseException:
+            for request in requests:
+                self.abort(request)
+            raise
 
     def _admit(self, request: Request) -> None:
         params = request.params
@@ -150,11 +166,10 @@ class Core:
             request.statistics.num_output_tokens += 1
         return [self._commit(request, row) for request, row in zip(sampled, rows, strict=True)]
 
-    def _decode(self, running: list[Request]) -> list[NewTokens]:
-        if not running:
+    def _decode(self, requests: list[Request]) -> list[NewTokens]:
+        if not requests:
             return []
         started = time.perf_counter()
-        requests = list(running)
         batch = self._buffers.decode(
             [request.row for request in requests],
             [request.blocks for request in requests],
@@ -172,9 +187,13 @@ class Core:
         if not requests:
             return []
         state = self._step.state
-        slot = (int(state.step.item()) - 1) % OUTPUT_RING
-        ring = state.output_ring[slot].tolist()
-        return [ring[request.row] for request in requests]
+        step = int(state.step.item()) - 1
+        ring = state.output_ring[step % OUTPUT_RING].tolist()
+        rows = [ring[request.row] for request in requests]
+        assert all(row[0] == step for row in rows), (
+            "the output ring was overwritten before it was read"
+        )
+        return rows
 
     def _commit(self, request: Request, row: list[int]) -> NewTokens:
         num_sampled, finished = row[1], row[2]

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 class Statistics:
     """What a request, or all of them, cost and how many drafts were accepted.
 
-    A draft is one block proposed and verified; its accepted tokens do not count the bonus token.
-    Times are wall seconds; decode_seconds counts every iteration a request took part in.
+    A draft is one block proposed and verified; of the tokens it committed all but one count as accepted,
+    so that AL is tokens a step, also where a stop or the length cut the block. Times are wall seconds, summed
+    over requests; decode_seconds counts every iteration a request took part in.
     """
 
+    num_requests: int = 0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_steps: int = 0
@@ -39,10 +41,10 @@ class Statistics:
             self.num_accepted_tokens_per_pos[i] += 1
 
     def add(self, other: Statistics) -> None:
-        """Accumulates the counts of another request (not the times: requests overlap)."""
-        for name in ("num_prompt_tokens", "num_output_tokens", "num_steps", "num_drafts",
-                     "num_draft_tokens", "num_accepted_tokens"):  # fmt: skip
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        """Accumulates another request; its times too, although requests overlap."""
+        for name, value in vars(other).items():
+            if not isinstance(value, list):
+                setattr(self, name, getattr(self, name) + value)
         mine, theirs = self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos
         mine += [0] * (len(theirs) - len(mine))
         for i, count in enumerate(theirs):
@@ -60,5 +62,6 @@ class Statistics:
 
     @property
     def tokens_per_second(self) -> float:
-        """Output tokens a second of decoding (the first token belongs to prefill)."""
-        return (self.num_output_tokens - 1) / self.decode_seconds if self.decode_seconds else 0.0
+        """Output tokens a second of a request's decoding (its first token belongs to prefill)."""
+        decoded = self.num_output_tokens - self.num_requests
+        return decoded / self.decode_seconds if self.decode_seconds else 0.0

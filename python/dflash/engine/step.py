@@ -129,6 +129,7 @@ class Step:
         """Logits of the rows that are sampled, divided by the request's temperature."""
         batch = flow.batch
         hidden = flow.hidden
+        assert hidden is not None
         if batch.logits_rows is not None:
             hidden = hidden.index_select(0, batch.logits_rows)
         flow.logits = self.target.logits(hidden)
@@ -147,6 +148,7 @@ class Step:
     def accept(self, flow: Flow) -> None:
         """The longest accepted prefix and the next token of every request."""
         batch, state = flow.batch, self.state
+        assert flow.logits is not None
         positions = batch.positions
         if batch.logits_rows is not None:
             positions = positions.index_select(0, batch.logits_rows)
@@ -191,14 +193,22 @@ class Step:
             output_ring=state.output_ring,
         )
 
+    @property
+    def _drafting(self) -> DFlashSpeculator:
+        """The speculator, in the parts that only run with one."""
+        assert self.speculator is not None
+        return self.speculator
+
     def query(self, flow: Flow) -> None:
-        self.speculator.prepare(flow.batch, self.state)
+        self._drafting.prepare(flow.batch, self.state)
 
     def observe(self, flow: Flow) -> None:
-        self.speculator.observe(flow.batch, self.taps.buffer)
+        assert self.taps is not None
+        self._drafting.observe(flow.batch, self.taps.buffer)
 
     def draft(self, flow: Flow) -> None:
-        flow.draft_logits = self.speculator.draft(flow.batch)
+        flow.draft_logits = self._drafting.draft(flow.batch)
 
     def sample(self, flow: Flow) -> None:
-        self.speculator.sample(flow.batch, flow.draft_logits, self.state)
+        assert flow.draft_logits is not None
+        self._drafting.sample(flow.batch, flow.draft_logits, self.state)

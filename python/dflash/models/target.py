@@ -14,6 +14,8 @@ from dflash.models.linear import linear
 
 
 class Target:
+    """Embedding, decoder and head of the model that is served."""
+
     def __init__(
         self, config: TargetConfig, weights: TargetWeights, settings: DecoderSettings
     ) -> None:

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engine arguments, checked, and the device they mean."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from dflash.attention.select import BACKENDS
+from dflash.devices import SERVED_DEVICES, cuda_is_available, is_served, why_no_cuda
+from dflash.errors import DflashError
+from dflash.log import log_once
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class EngineArgs:
+    """Engine arguments, under vLLM's names where vLLM has them.
+
+    Args:
+        model, draft: checkpoints; see LLM.
+        dtype: "auto" (the checkpoint's on a GPU, float32 on a CPU), float32, float16 or bfloat16.
+        device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N".
+        num_speculative_tokens: N; None takes draft_block_size - 1, on a CPU what a short measurement finds best.
+        allow_long_drafts: permit N past draft_block_size - 1, where drafters propose poorly.
+        max_model_len: prompt and output tokens of a request; None takes the target's.
+        max_num_seqs: requests that run at once.
+        max_num_batched_tokens: prompt rows of one prefill pass.
+        kv_block_size: slots of a cache block.
+        gpu_memory_utilization: share of the GPU's memory that weights and caches may take.
+        attention_backend, draft_attention_backend: "auto" or a backend's name.
+        draft_sample_method: "greedy" or "gumbel".
+        rejection_sample_method: "match", "standard", "block" or "synthetic", for temperature > 0.
+        synthetic_acceptance_rates: N conditional rates, for "synthetic" (benchmarks only: it changes the output).
+        seed: of requests that bring none.
+    """
+
+    model: str
+    draft: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    num_speculative_tokens: int | None = None
+    allow_long_drafts: bool = False
+    max_model_len: int | None = None
+    max_num_seqs: int = 8
+    max_num_batched_tokens: int = 2048
+    kv_block_size: int = 16
+    gpu_memory_utilization: float = 0.9
+    attention_backend: str = "auto"
+    draft_attention_backend: str = "auto"
+    draft_sample_method: str = "greedy"
+    rejection_sample_method: str = "match"
+    synthetic_acceptance_rates: tuple[float, ...] | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._check_choice("dtype", ("auto", *DTYPES))
+        self._check_choice("draft_sample_method", ("greedy", "gumbel"))
+        self._check_choice("rejection_sample_method", ("match", "standard", "block", "synthetic"))
+        for name in ("max_num_seqs", "max_num_batched_tokens", "kv_block_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if self.num_speculative_tokens is not None and self.draft is None:
+            raise ValueError("num_speculative_tokens needs a drafter: pass draft=")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ValueError(
+                f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"
+            )
+        if any(not 0.0 <= rate <= 1.0 for rate in self.synthetic_acceptance_rates or ()):
+            raise ValueError(
+                f"synthetic_acceptance_rates must be in [0, 1], got {self.synthetic_acceptance_rates}"
+            )
+        for name in ("attention_backend", "draft_attention_backend"):
+            self._check_choice(name, ("auto", *(backend.name for backend in BACKENDS)))
+        if (self.rejection_sample_method == "synthetic") != bool(self.synthetic_acceptance_rates):
+            raise ValueError(
+                'rejection_sample_method "synthetic" and synthetic_acceptance_rates go together'
+            )
+
+    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+        if getattr(self, name) not in choices:
+            raise ValueError(
+                f"{name} {getattr(self, name)!r}: expected one of {', '.join(choices)}"
+            )
+
+
+def resolve_device(device: str) -> torch.device:
+    """The device of "auto", "cpu" or "cuda[:N]".
+
+    Raises:
+        ValueError: the name is not a device.
+        DflashError: CUDA was asked for and cannot be used; says why.
+    """
+    if device == "auto":
+        device = _best_device()
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device {device!r}: expected auto, cpu, cuda or cuda:N") from error
+    if resolved.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {device!r}: expected auto, cpu, cuda or cuda:N")
+    if resolved.type == "cuda":
+        reason = why_no_cuda()
+        if reason is not None:
+            raise DflashError(f"device {device}: {reason}; the device cpu works everywhere")
+        count = torch.cuda.device_count()
+        if (resolved.index or 0) >= count:
+            raise ValueError(f"device {device}: this machine has {count} GPU(s)")
+        resolved = torch.device("cuda", resolved.index or 0)
+        if not is_served(torch.cuda.get_device_capability(resolved)):
+            raise DflashError(
+                f"device {device} is a {torch.cuda.get_device_name(resolved)}; this build serves {SERVED_DEVICES}"
+            )
+    return resolved
+
+
+def _best_device() -> str:
+    """The first GPU this build serves, else the CPU; a GPU passed over is said."""
+    reason = why_no_cuda()
+    if reason is None:
+        served = (
+            is_served(torch.cuda.get_device_capability(i)) for i in range(torch.cuda.device_count())
+        )
+        return f"cuda:{list(served).index(True)}"
+    if cuda_is_available():
+        log_once(f"running on the CPU, although there is a GPU: {reason}", logging.WARNING)
+    return "cpu"

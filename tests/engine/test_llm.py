@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several callers of one LLM, failures in a step, and input that is refused before any work is lost."""
+
+import pytest
+
+from dflash import SamplingParams
+from tests.support.engine import greedy_params, make_llm
+
+from .conftest import NUM_TOKENS, PROMPTS
+
+
+@pytest.fixture
+def llm(target, draft):
+    return make_llm(target, draft, max_num_seqs=2)
+
+
+def idle(llm):
+    """Nothing is left: no request, every row and block is free."""
+    scheduler = llm.core.scheduler
+    assert not scheduler.has_work and not llm._live
+    assert scheduler.pool.num_free == scheduler.pool.num_blocks - 1
+    assert len(scheduler._free_rows) == 2
+    return True
+
+
+def test_streams_and_batches_interleave(llm, answers):
+    first = llm.stream(PROMPTS[0], greedy_params(NUM_TOKENS))
+    chunks = [next(first)]
+    outputs = llm.generate(PROMPTS, greedy_params(NUM_TOKENS))
+    assert [o.token_ids for o in outputs] == answers
+    second = llm.stream(PROMPTS[1], greedy_params(NUM_TOKENS))
+    other = [next(second)]
+    chunks += list(first)
+    other += list(second)
+    assert [t for c in chunks for t in c.token_ids] == answers[0] == chunks[-1].finished.token_ids
+    assert [t for c in other for t in c.token_ids] == answers[1] == other[-1].finished.token_ids
+    assert idle(llm)
+
+
+def test_closing_a_stream_frees_its_request(llm):
+    stream = llm.stream(PROMPTS[0], greedy_params(NUM_TOKENS))
+    next(stream)
+    stream.close()
+    assert idle(llm)
+
+
+def test_a_failing_step_ends_its_batch_and_the_next_call_works(llm, answers, monkeypatch):
+    speculator = llm.core._step.speculator
+    other = llm.stream(PROMPTS[1], greedy_params(NUM_TOKENS))
+    next(other)
+
+    def fail(*_):
+        raise RuntimeError("out of luck")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(speculator, "sample", fail)
+        with pytest.raises(RuntimeError, match="out of luck"):
+            llm.generate(PROMPTS[0], greedy_params(NUM_TOKENS))
+        with pytest.raises(RuntimeError, match=r"out of luck|aborted"):
+            list(other)
+    assert idle(llm)
+    assert llm.generate(PROMPTS[0], greedy_params(NUM_TOKENS))[0].token_ids == answers[0]
+
+
+@pytest.mark.parametrize(
+    "prompts,params,message",
+    [
+        ([[1.5, 2]], None, "the prompt holds 1.5"),
+        ([[3], 5], None, "a prompt must be text or a sequence of token ids, got 5"),
+        ([[3], []], None, "the prompt has no tokens"),
+        ([[3], [10**9]], None, "token 1000000000 is outside the vocabulary"),
+        ([[3]], {"max_tokens": 3}, "expected SamplingParams"),
+        ([[3], [4]], [SamplingParams()], "1 sampling_params for 2 prompts"),
+    ],
+)
+def test_bad_input_is_refused_and_leaves_nothing(llm, prompts, params, message):
+    with pytest.raises(ValueError, match=message):
+        llm.generate(prompts, params)
+    assert idle(llm)
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        ({"max_tokens": 2.5}, "max_tokens: expected integers, got 2.5"),
+        ({"max_tokens": 0}, "max_tokens must be >= 1"),
+        ({"stop_token_ids": [2**63]}, "stop_token_ids must be token ids"),
+        ({"stop_token_ids": [1.0]}, "stop_token_ids: expected integers"),
+        ({"seed": 1.5}, "seed: expected integers"),
+        ({"seed": 2**63}, "seed must fit in 64 bits"),
+        ({"temperature": -1.0}, "temperature must be 0"),
+        ({"temperature": 1e-38}, "temperature must be 0"),
+        ({"stop": ["a", ""]}, "stop must be non-empty strings"),
+    ],
+)
+def test_sampling_params_say_what_is_wrong(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**arguments)
+
+
+def test_without_draft_shares_the_target(llm, answers):
+    plain = llm.without_draft()
+    assert plain.core._step.target.lm_head.data_ptr() == llm.core._step.target.lm_head.data_ptr()
+    (output,) = plain.generate(PROMPTS[2], greedy_params(NUM_TOKENS))
+    assert output.token_ids == answers[2] and output.statistics.num_drafts == 0
+    assert llm.generate(PROMPTS[2], greedy_params(NUM_TOKENS))[0].token_ids == answers[2]
+
+
+def test_a_long_prompt_alternates_with_running_requests(target, draft, answers):
+    llm = make_llm(target, draft, max_num_seqs=2, max_num_batched_tokens=4)
+    stream = llm.stream(PROMPTS[0], greedy_params(NUM_TOKENS))
+    tokens = list(next(stream).token_ids)
+    other = llm.stream(PROMPTS[3], greedy_params(NUM_TOKENS))
+    assert next(other).token_ids[0] == answers[3][0]
+    (live, _) = llm._live.values()
+    waiting = [t for chunk in live.chunks for t in chunk.token_ids]
+    assert waiting  # the first request went on between the chunks of the second's prompt
+    assert tokens + waiting == answers[0][: len(tokens + waiting)]
+    other.close()
+    stream.close()
