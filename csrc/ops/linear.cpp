@@ -10,7 +10,7 @@ namespace {
 void library_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, const Tensor& output) {
   using torch::stable::detail::from;
   StableIValue stack[] = {from(x), from(weight), from(bias), from(output)};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "out", stack, TORCH_ABI_VERSION));
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "out", stack, TORCH_ABI_VERSION));
   torch::stable::detail::to<Tensor>(stack[0]);  // takes the returned reference
 }
 
