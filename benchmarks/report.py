@@ -18,7 +18,7 @@ RESULTS = Path(__file__).parent / "results"
 def facts() -> dict:
     """The machine and the code that figures belong to."""
     return {
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", *sys.orig_argv[1:]]),
         "commit": _commit(),
         "torch": torch.__version__,
         "python": platform.python_version(),
