@@ -35,6 +35,9 @@ class PairRunner:
         self.num_blocks = 1 + -(-max_model_len // kv_block_size)
         for decoder in (self.target.decoder, self.drafter.decoder):
             decoder.allocate_cache(self.num_blocks, kv_block_size)
+            for cache in decoder.caches:
+                cache.key.zero_()
+                cache.value.zero_()
 
     def _batch(self, first: int, count: int) -> AttentionBatch:
         positions = torch.arange(first, first + count)

@@ -118,8 +118,12 @@ class LLM:
             self._call_back(jobs, callback)
         finally:
             self._drop(jobs)
-        if jobs and all(job.error is not None for job in jobs):
-            raise jobs[0].error  # pyright: ignore[reportGeneralTypeIssues]
+        if all(job.error is not None for job in jobs):
+            for job in jobs[:1]:
+                job.raise_error()
+        for number, job in enumerate(jobs):
+            if job.error is not None:
+                logger.warning("prompt %d failed alone: %s", number, job.error)
         return [job.finished for job in jobs]
 
     def stream(
@@ -181,7 +185,6 @@ class LLM:
             try:
                 job.start(self.core)
             except (ValueError, TypeError) as error:
-                logger.warning("a prompt cannot be served: %s", error)
                 self._fail(job, error)
             for sequence in job.sequences:
                 self._jobs[sequence.request.request_id] = job
@@ -218,7 +221,6 @@ class LLM:
         try:
             ended = job.take(tokens)
         except Exception as error:
-            logger.warning("request %d failed: %s", tokens.request.request_id, error)
             self._fail(job, error)
             return
         for sequence in ended:
@@ -269,7 +271,6 @@ class LLM:
                 try:
                     callback(number, chunk)
                 except Exception as error:
-                    logger.warning("the callback of prompt %d failed: %s", number, error)
                     with self._lock:
                         self._fail(job, error)
 
