@@ -72,6 +72,7 @@ def test_engine_and_sampling_arguments_arrive(run):
         "--top-k", "20", "--seed", "5", "--max-tokens", "3", "--ignore-eos", "--dtype", "float32",
         "--device", "cpu", "--num-speculative-tokens", "4", "--max-model-len", "99",
         "--max-num-batched-tokens", "64", "--warmup", "0",
+        "--enable-prefix-caching",
     )  # fmt: skip
     assert code == 0, err
     (llm, *made), (plain, *_) = fake.FakeLLM.made
@@ -85,6 +86,7 @@ def test_engine_and_sampling_arguments_arrive(run):
             "max_num_seqs": 3,
             "max_model_len": 99,
             "max_num_batched_tokens": 64,
+            "enable_prefix_caching": True,
         },
     ]
     assert llm.asked == plain.asked
@@ -95,10 +97,15 @@ def test_engine_and_sampling_arguments_arrive(run):
     ]
 
 
-def test_what_is_not_given_is_left_to_the_engine(run):
+def test_what_is_not_given_is_left_to_the_engine_but_the_prefix_cache(run):
     assert run("--concurrency", "2", "--warmup", "0")[0] == 0
     (llm, *_, arguments), _ = fake.FakeLLM.made
-    assert arguments == {"dtype": "auto", "device": "auto", "max_num_seqs": 2}
+    assert arguments == {
+        "dtype": "auto",
+        "device": "auto",
+        "max_num_seqs": 2,
+        "enable_prefix_caching": False,
+    }
     assert llm.asked[0][1] == fake.SamplingParams(seed=0, max_tokens=128)
 
 

@@ -56,11 +56,17 @@ def bench(
     ] = False,
     concurrency: Annotated[
         list[str] | None,
-        typer.Option(help="Requests at once, each load level one: 1,2,4 or repeated. Default: 1."),
+        typer.Option(
+            metavar="N,...",
+            help="Requests at once, each load level one: 1,2,4 or repeated. Default: 1.",
+        ),
     ] = None,
     request_rate: Annotated[
         list[str] | None,
-        typer.Option(help="Instead: Poisson arrivals, requests a second: 0.5,1,2 or repeated."),
+        typer.Option(
+            metavar="R,...",
+            help="Instead: Poisson arrivals, requests a second: 0.5,1,2 or repeated.",
+        ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
@@ -107,6 +113,13 @@ def bench(
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(min=1, help="Prompt tokens of one pass at most.")
     ] = None,
+    enable_prefix_caching: Annotated[
+        bool,
+        typer.Option(
+            "--enable-prefix-caching",
+            help="Reuse common beginnings. Off: levels repeat their prompts, and would find them.",
+        ),
+    ] = False,
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads. Default: torch's.")
     ] = None,
@@ -158,6 +171,7 @@ def bench(
         "max_num_seqs": max_num_seqs or _max_num_seqs(loads),
         "max_model_len": max_model_len,
         "max_num_batched_tokens": max_num_batched_tokens,
+        "enable_prefix_caching": enable_prefix_caching,
     }
     sampling = {
         "max_tokens": output_len,
@@ -176,7 +190,8 @@ def bench(
     if not measurements:
         raise KeyboardInterrupt
     setup = {"model": model, "draft": draft, "dataset": dataset, "num_prompts": num_prompts}
-    setup |= _facts(llm) | {"max_num_seqs": engine["max_num_seqs"], "seed": seed, **sampling}
+    chosen = {name: engine[name] for name in ("max_num_seqs", "enable_prefix_caching")}
+    setup |= _facts(llm) | chosen | sampling | {"seed": seed}
     _report(setup, measurements, interrupted, json_path, plot_path)
     _raise_what_went_wrong(measurements, interrupted)
 
