@@ -72,6 +72,21 @@ STABLE_TORCH_LIBRARY(dflash, m) {
       "Tensor? seeds, int vocab_size, float logit_scale, Tensor? d2t, Tensor(a!) draft_tokens, "
       "Tensor(b!)? draft_logits) -> ()");
 
+  // What the target's logits are sampled from. Rows of request r are logits_start_loc[r]..[r + 1), row i follows
+  // d_1..d_i, the token it samples stands at logits_positions + 1. In this order: logit_bias is added (ids -1 unused);
+  // stop_token_ids become -inf before min_seq_lens tokens; repetition (in the prompt or generated: l > 0 ? l / r :
+  // l * r), frequency (l - f * times generated) and presence (l - p if generated) penalties. At temperature 0 that is
+  // all; else l / temperature, then what is not kept becomes -inf: min_p keeps p >= min_p * max p, top_k all that is not
+  // less than the k-th largest, top_p what has less than top_p of the remaining mass strictly above it. Bit 31 of
+  // token_counts: in the prompt; the rest: times generated, to which row i adds d_1..d_i. NaN counts as -inf. output
+  // may be float32 logits; columns past vocab_size and rows of padded requests are not written.
+  m.def(
+      "process_logits(Tensor logits, Tensor logits_start_loc, Tensor logits_positions, Tensor idx_mapping, "
+      "Tensor draft_tokens, Tensor temperatures, Tensor? top_ks, Tensor? top_ps, Tensor? min_ps, "
+      "Tensor? repetition_penalties, Tensor? frequency_penalties, Tensor? presence_penalties, Tensor? token_counts, "
+      "Tensor? logit_bias_ids, Tensor? logit_bias, Tensor? min_seq_lens, Tensor? stop_token_ids, int vocab_size, "
+      "Tensor(a!) output) -> ()");
+
   // Accept drafts and choose the next token. Logits rows of request r are logits_start_loc[r]..[r + 1) (0 rows: nothing
   // is sampled); row i is p(. | ..., d_1..d_i), already processed. num_draft = min(num_draft_tokens, rows - 1).
   // A draft id outside the vocabulary (-1) ends the block: the next token is drawn as after full acceptance.
@@ -87,11 +102,11 @@ STABLE_TORCH_LIBRARY(dflash, m) {
 
   // Commit what was sampled to the state: seq_lens += num_sampled, last_sampled, tokens_left -= num_sampled, finished
   // (1 = stop token, 2 = length), and write [step, num_sampled, finished, tokens] to output_ring[step % ring, row];
-  // step += 1.
+  // token_counts[row, token] += 1 for each token; step += 1.
   m.def(
       "advance(Tensor sampled_token_ids, Tensor num_sampled, Tensor idx_mapping, Tensor? stop_token_ids, "
       "Tensor(a!) seq_lens, Tensor(b!) last_sampled, Tensor(c!) tokens_left, Tensor(d!) finished, "
-      "Tensor(e!) step, Tensor(f!) output_ring) -> ()");
+      "Tensor(e!) step, Tensor(f!) output_ring, Tensor(g!)? token_counts) -> ()");
 
   // residual += x (when given); output = RMSNorm(residual) * weight; tap = residual (when given, any row stride).
   m.def(

@@ -32,9 +32,16 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--out", default=None)
     args = parser.parse_args()
-    llm = LLM("demo", "demo", device=args.device, dtype=args.dtype, max_num_seqs=1)
+    llm = LLM(
+        "demo",
+        "demo",
+        device=args.device,
+        dtype=args.dtype,
+        max_num_seqs=1,
+        enable_prefix_caching=False,  # every run computes its prompt
+    )
     plain = llm.without_draft()
-    params = SamplingParams(max_tokens=args.max_tokens)
+    params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
     rows = []
     for question in PROMPTS:
         prompt = llm.chat_prompt([{"role": "user", "content": question}])

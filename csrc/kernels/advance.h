@@ -28,6 +28,9 @@ struct AdvanceParams {
   int32_t* finished;        // [S]
   int64_t* step;            // [1]
   int64_t* output_ring;     // [ring_size, S, 3 + C]
+  int32_t* token_counts;    // [S, V] or null
+  int64_t counts_stride;
+  int64_t num_counted;  // V
 };
 
 namespace cpu {

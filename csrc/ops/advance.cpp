@@ -7,7 +7,8 @@ namespace dflash {
 
 void advance(const Tensor& sampled_token_ids, const Tensor& num_sampled, const Tensor& idx_mapping,
              std::optional<Tensor> stop_token_ids, Tensor seq_lens, Tensor last_sampled,
-             Tensor tokens_left, Tensor finished, Tensor step, Tensor output_ring) {
+             Tensor tokens_left, Tensor finished, Tensor step, Tensor output_ring,
+             std::optional<Tensor> token_counts) {
   check_tensor(idx_mapping, "idx_mapping", {-1}, ScalarType::Int, idx_mapping);
   check_tensor(seq_lens, "seq_lens", {-1}, ScalarType::Int, idx_mapping);
   const int64_t num_reqs = idx_mapping.size(0);
@@ -29,6 +30,9 @@ void advance(const Tensor& sampled_token_ids, const Tensor& num_sampled, const T
     check_tensor(*stop_token_ids, "stop_token_ids", {num_states, -1}, ScalarType::Long,
                  idx_mapping);
   }
+  if (token_counts.has_value()) {
+    check_tensor(*token_counts, "token_counts", {num_states, -1}, ScalarType::Int, idx_mapping);
+  }
 
   const AdvanceParams params{
       data_ptr<const int64_t>(sampled_token_ids),
@@ -48,7 +52,10 @@ void advance(const Tensor& sampled_token_ids, const Tensor& num_sampled, const T
       data_ptr<int32_t>(tokens_left),
       data_ptr<int32_t>(finished),
       data_ptr<int64_t>(step),
-      data_ptr<int64_t>(output_ring)};
+      data_ptr<int64_t>(output_ring),
+      data_ptr<int32_t>(token_counts),
+      token_counts.has_value() ? token_counts->stride(0) : 0,
+      token_counts.has_value() ? token_counts->size(1) : 0};
   DFLASH_LAUNCH(advance, params, idx_mapping);
 }
 

@@ -7,12 +7,23 @@ from dflash._conflict import report_conflict
 report_conflict()
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "Statistics", "StreamChunk", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "Statistics",
+    "StreamChunk",
+    "__version__",
+]
 
 _LAZY = {
     "LLM": "dflash.engine.llm",
-    "RequestOutput": "dflash.engine.llm",
-    "StreamChunk": "dflash.engine.llm",
+    "CompletionOutput": "dflash.engine.outputs",
+    "Logprob": "dflash.engine.outputs",
+    "RequestOutput": "dflash.engine.outputs",
+    "StreamChunk": "dflash.engine.outputs",
     "SamplingParams": "dflash.engine.sampling_params",
     "Statistics": "dflash.engine.statistics",
 }

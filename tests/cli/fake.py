@@ -11,9 +11,11 @@ TEXT = ["The", " sky", " is", " blue", ".\n"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    temperature: float = 0.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
     seed: int | None = None
-    max_tokens: int = 256
+    max_tokens: int = 16
 
 
 @dataclass
@@ -24,9 +26,14 @@ class Statistics:
 
 
 @dataclass
-class RequestOutput:
+class CompletionOutput:
     token_ids: list
     text: str
+
+
+@dataclass
+class RequestOutput:
+    outputs: list
     statistics: Statistics
 
 
@@ -59,7 +66,8 @@ class FakeLLM:
         self.prompts.extend(prompts)
         tokens = self.tokens_with_draft if self.draft else [1, 2, 3, 4, 5]
         speed, length = (50.0, 3.5) if self.draft else (20.0, 1.0)
-        return [RequestOutput(tokens, "".join(TEXT), Statistics(5, length, speed)) for _ in prompts]
+        output = CompletionOutput(tokens, "".join(TEXT))
+        return [RequestOutput([output], Statistics(5, length, speed)) for _ in prompts]
 
     def stream(self, prompt, params=None):
         for text in TEXT:

@@ -38,6 +38,16 @@ TEST(Advance, CommitsAndFinishes) {
   EXPECT_EQ(b.output_ring, ring);
 }
 
+// Bit 31, the prompt's, stays; tokens past the vocabulary of the counts are not counted.
+TEST(Advance, CountsCommittedTokens) {
+  constexpr int32_t kInPrompt = INT32_MIN;
+  AdvanceBatch b = batch_of_three();
+  b.sampled_token_ids = {1, 2, 4, 2, 6, 2, 5, 5, 5};
+  b.token_counts = {0, 0, kInPrompt, 0, 0, 0, 0, 0, 7, 0, 1, 0};
+  cpu::advance(b.params(HostPlace{}));
+  EXPECT_EQ(b.token_counts, (Int32s{0, 0, kInPrompt + 2, 0, 0, 0, 0, 1, 8, 0, 1, 0}));
+}
+
 TEST(Advance, NothingSampledLeavesTheState) {
   AdvanceBatch b = batch_of_three();
   b.num_sampled = {0, 0, 0};

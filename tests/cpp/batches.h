@@ -214,6 +214,9 @@ struct AdvanceBatch {
   Int64s last_sampled;
   Int32s tokens_left, finished;
   Int64s step, output_ring;
+  Int32s token_counts;  // empty: not counted
+
+  static constexpr int kVocabulary = 6;
 
   // A vocabulary of 6, so that stop tokens are met.
   static AdvanceBatch random(int num_reqs, int num_live, int num_columns, int num_stop_ids,
@@ -232,7 +235,8 @@ struct AdvanceBatch {
                         rng.values<int32_t>(num_reqs, 1, 2 * num_columns + 1),
                         rng.values<int32_t>(num_reqs, 0, 3),
                         {step},
-                        Int64s(static_cast<size_t>(kRing) * num_reqs * (3 + num_columns), kPoison)};
+                        Int64s(static_cast<size_t>(kRing) * num_reqs * (3 + num_columns), kPoison),
+                        rng.values<int32_t>(num_reqs * kVocabulary, 0, 9)};
   }
 
   template <typename Place>
@@ -256,7 +260,10 @@ struct AdvanceBatch {
                          place(tokens_left),
                          place(finished),
                          place(step),
-                         place(output_ring)};
+                         place(output_ring),
+                         token_counts.empty() ? nullptr : place(token_counts),
+                         kVocabulary,
+                         kVocabulary};
   }
 };
 

@@ -17,7 +17,7 @@ def llm(target, draft):
 def idle(llm):
     """Nothing is left: no request, every row and block is free."""
     scheduler = llm.core.scheduler
-    assert not scheduler.has_work and not llm._live
+    assert not scheduler.has_work and not llm._jobs
     assert scheduler.pool.num_free == scheduler.pool.num_blocks - 1
     assert len(scheduler._free_rows) == 2
     return True
@@ -27,13 +27,13 @@ def test_streams_and_batches_interleave(llm, answers):
     first = llm.stream(PROMPTS[0], greedy_params(NUM_TOKENS))
     chunks = [next(first)]
     outputs = llm.generate(PROMPTS, greedy_params(NUM_TOKENS))
-    assert [o.token_ids for o in outputs] == answers
+    assert [o.outputs[0].token_ids for o in outputs] == answers
     second = llm.stream(PROMPTS[1], greedy_params(NUM_TOKENS))
     other = [next(second)]
     chunks += list(first)
     other += list(second)
-    assert [t for c in chunks for t in c.token_ids] == answers[0] == chunks[-1].finished.token_ids
-    assert [t for c in other for t in c.token_ids] == answers[1] == other[-1].finished.token_ids
+    assert [t for c in chunks for t in c.token_ids] == answers[0] == chunks[-1].finished.outputs[0].token_ids
+    assert [t for c in other for t in c.token_ids] == answers[1] == other[-1].finished.outputs[0].token_ids
     assert idle(llm)
 
 
@@ -59,7 +59,7 @@ def test_a_failing_step_ends_its_batch_and_the_next_call_works(llm, answers, mon
         with pytest.raises(RuntimeError, match=r"out of luck|aborted"):
             list(other)
     assert idle(llm)
-    assert llm.generate(PROMPTS[0], greedy_params(NUM_TOKENS))[0].token_ids == answers[0]
+    assert llm.generate(PROMPTS[0], greedy_params(NUM_TOKENS))[0].outputs[0].token_ids == answers[0]
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,8 @@ def test_without_draft_shares_the_target(llm, answers):
     plain = llm.without_draft()
     assert plain.core._step.target.lm_head.data_ptr() == llm.core._step.target.lm_head.data_ptr()
     (output,) = plain.generate(PROMPTS[2], greedy_params(NUM_TOKENS))
-    assert output.token_ids == answers[2] and output.statistics.num_drafts == 0
-    assert llm.generate(PROMPTS[2], greedy_params(NUM_TOKENS))[0].token_ids == answers[2]
+    assert output.outputs[0].token_ids == answers[2] and output.statistics.num_drafts == 0
+    assert llm.generate(PROMPTS[2], greedy_params(NUM_TOKENS))[0].outputs[0].token_ids == answers[2]
 
 
 def test_a_long_prompt_alternates_with_running_requests(target, draft, answers):
@@ -112,7 +112,7 @@ def test_a_long_prompt_alternates_with_running_requests(target, draft, answers):
     tokens = list(next(stream).token_ids)
     other = llm.stream(PROMPTS[3], greedy_params(NUM_TOKENS))
     assert next(other).token_ids[0] == answers[3][0]
-    (live, _) = llm._live.values()
+    (live, _) = llm._jobs.values()
     waiting = [t for chunk in live.chunks for t in chunk.token_ids]
     assert waiting  # the first request went on between the chunks of the second's prompt
     assert tokens + waiting == answers[0][: len(tokens + waiting)]

@@ -49,7 +49,7 @@ def sample(llm, temperatures: list[float], max_tokens: int) -> list[list[int]]:
         for seed, temperature in enumerate(temperatures)
     ]
     prompts = [[i % NUM_STATES] for i in range(len(params))]
-    return [list(output.token_ids) for output in llm.generate(prompts, params)]
+    return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params)]
 
 
 def runs_of_four(llm) -> np.ndarray:
@@ -106,5 +106,5 @@ def test_neighbours_change_no_token(target, draft):
     for i, temperature in enumerate(temperatures):
         params = SamplingParams(temperature=temperature, seed=i, max_tokens=40, ignore_eos=True)
         (alone,) = llm.generate([[i % NUM_STATES]], params)
-        assert list(alone.token_ids) == together[i]
+        assert list(alone.outputs[0].token_ids) == together[i]
     assert len({tuple(tokens[:12]) for tokens in together}) == 4

@@ -60,7 +60,7 @@ def test_pages_and_rejections_change_nothing(kv_block_size, accepted, target, dr
     }[accepted]
     llm = engine.make_llm(target, draft, kv_block_size=kv_block_size, max_model_len=128)
     outputs, proposals = generate(llm, oracle(answers, PROMPTS, num_right))
-    assert [output.token_ids for output in outputs] == answers
+    assert [output.outputs[0].token_ids for output in outputs] == answers
     runner = PairRunner(target, draft, kv_block_size=64)
     for request_id, (prompt, answer) in enumerate(zip(PROMPTS, answers, strict=True)):
         own = [p for p in proposals if p.request_id == request_id]
@@ -81,7 +81,7 @@ def test_chunked_prefill_keeps_proposals(max_num_batched_tokens, target, draft, 
     for budget in (2048, max_num_batched_tokens):
         llm = engine.make_llm(target, draft, max_num_batched_tokens=budget, max_model_len=128)
         outputs, proposals = generate(llm, None)
-        assert [output.token_ids for output in outputs] == answers
+        assert [output.outputs[0].token_ids for output in outputs] == answers
         runs.append(sorted((p.request_id, p.position, *p.proposed) for p in proposals))
     assert runs[0] == runs[1]
 
@@ -90,7 +90,7 @@ def test_more_prompts_than_rows(target, draft, answers):
     """Rows and blocks go from a finished request to the next one."""
     llm = engine.make_llm(target, draft, max_num_seqs=2, max_model_len=64)
     outputs = llm.generate(PROMPTS * 3, engine.greedy_params(NUM_TOKENS))
-    assert [output.token_ids for output in outputs] == answers * 3
+    assert [output.outputs[0].token_ids for output in outputs] == answers * 3
 
 
 def test_block_0_is_never_written(target, draft, answers):

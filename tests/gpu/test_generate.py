@@ -27,7 +27,7 @@ def _answers(dtype, draft, **engine_args):
         **engine_args,
     )
     prompts = [llm.chat_prompt([{"role": "user", "content": p}]) for p in PROMPTS]
-    outputs = llm.generate(prompts, SamplingParams(max_tokens=96))
+    outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=96))
     del llm
     torch.cuda.empty_cache()
     return outputs
@@ -36,7 +36,7 @@ def _answers(dtype, draft, **engine_args):
 def test_demo_pair_fp32_is_lossless():
     torch.backends.cuda.matmul.allow_tf32 = False
     with_draft, without = _answers("float32", True), _answers("float32", False)
-    assert [o.token_ids for o in with_draft] == [o.token_ids for o in without]
+    assert [o.outputs[0].token_ids for o in with_draft] == [o.outputs[0].token_ids for o in without]
 
 
 def test_demo_pair_bf16_accepts_drafts():
@@ -51,7 +51,7 @@ def test_demo_pair_bf16_accepts_drafts():
 def test_native_equals_sdpa_backend():
     native = _answers("float32", True)
     sdpa = _answers("float32", True, attention_backend="sdpa", draft_attention_backend="sdpa")
-    assert [o.token_ids for o in native] == [o.token_ids for o in sdpa]
+    assert [o.outputs[0].token_ids for o in native] == [o.outputs[0].token_ids for o in sdpa]
 
 
 @pytest.mark.parametrize("method", ["match", "synthetic"])
@@ -72,7 +72,7 @@ def test_qwen3_8b_shape_runs(method):
         rejection_sample_method=method,
         synthetic_acceptance_rates=rates,
     )
-    settings = DecoderSettings(device, dtype, args.kv_block_size, 512)
+    settings = DecoderSettings(device, dtype, dtype, args.kv_block_size, 512)
     random = RandomWeights(dtype, device)
     target = Target(qwen3_8b(), random.target(qwen3_8b()), settings)
     draft_weights = random.draft(qwen3_8b_draft())

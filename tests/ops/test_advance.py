@@ -40,10 +40,11 @@ def empty_state(num_states, num_columns, ring, device):
         finished=zeros(num_states, torch.int32),
         step=zeros(1, torch.int64),
         output_ring=torch.full((ring, num_states, 3 + num_columns), -1, device=device),
+        token_counts=torch.zeros(num_states, 10, dtype=torch.int32, device=device),
     )
 
 
-def random_state(rng, num_states, num_columns, ring, step):
+def random_state(rng, num_states, num_columns, ring, step, counted=True):
     return AdvancedState(
         seq_lens=integers(rng, 0, 1000, num_states).int(),
         last_sampled=integers(rng, 0, 9, num_states),
@@ -51,6 +52,7 @@ def random_state(rng, num_states, num_columns, ring, step):
         finished=integers(rng, 0, 3, num_states).int(),
         step=int64([step]),
         output_ring=integers(rng, -9, 0, ring, num_states, 3 + num_columns),
+        token_counts=integers(rng, -9, 9, num_states, 6).int() if counted else None,
     )
 
 
@@ -70,7 +72,7 @@ def random_batch(rng, num_reqs, num_live, num_states, num_columns, num_stop_ids)
 
 
 def state_on(device, state):
-    return AdvancedState(*(tensor.to(device, copy=True) for tensor in state))
+    return AdvancedState(*(None if t is None else t.to(device, copy=True) for t in state))
 
 
 def one_request(device, tokens, tokens_left, stop_token_ids):
@@ -99,6 +101,22 @@ def test_advance_commits(device):
     assert state.output_ring[0, 1].tolist() == [0, 3, RUNNING, 7, 8, 9, -1]
     assert state.output_ring[0, 0].tolist() == [-1] * 7
     assert (state.output_ring[1:] == -1).all()
+    assert state.token_counts.tolist() == [[0] * 10, [0, 0, 0, 0, 0, 0, 0, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_advance_counts_tokens_beside_the_prompt_bit(device):
+    """A token committed twice counts twice; one past the columns of token_counts is not counted."""
+    state = empty_state(3, 4, 3, device)
+    state.token_counts[1] = -(1 << 31)
+    state.tokens_left.fill_(50)
+    tokens = int64([[3, 3, 9, 10], [4, 3, 3, 3]], device)
+    num_sampled, idx_mapping = int32([4, 1], device), int32([1, 2], device)
+    advance(tokens, num_sampled, idx_mapping, None, *state)
+    expected = torch.zeros(3, 10, dtype=torch.int32)
+    expected[1] = -(1 << 31)
+    expected[1, 3], expected[1, 9], expected[2, 4] = 2 - (1 << 31), 1 - (1 << 31), 1
+    assert torch.equal(state.token_counts.cpu(), expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -136,7 +154,7 @@ def test_nothing_sampled_leaves_the_state(device, finished):
     before = random_state(rng, 2, 3, 4, step=6)._replace(finished=int32([RUNNING, finished]))
     state = state_on(device, before)
     advance(int64([[-1, -1, -1]], device), int32([0], device), int32([1], device), None, *state)
-    for name in ("seq_lens", "last_sampled", "tokens_left", "finished"):
+    for name in ("seq_lens", "last_sampled", "tokens_left", "finished", "token_counts"):
         assert getattr(state, name).tolist() == getattr(before, name).tolist(), name
     assert state.step.tolist() == [7]
     assert state.output_ring[2, 1].tolist() == [6, 0, finished, -1, -1, -1]
@@ -187,13 +205,14 @@ def test_advance_of_4096_requests(device):
     num_stop_ids=st.one_of(st.none(), st.integers(0, 4)),
     ring=st.integers(1, 4),
     num_steps=st.integers(1, 4),
+    counted=st.booleans(),
 )
 def test_advance_property(
-    device, seed, num_reqs, num_padded, num_columns, num_stop_ids, ring, num_steps
+    device, seed, num_reqs, num_padded, num_columns, num_stop_ids, ring, num_steps, counted
 ):
     """Several steps, each with its own requests."""
     rng = torch.Generator().manual_seed(seed)
-    expected = random_state(rng, num_reqs + 1, num_columns, ring, seed)
+    expected = random_state(rng, num_reqs + 1, num_columns, ring, seed, counted)
     state = state_on(device, expected)
     for _ in range(num_steps):
         num_live = max(0, num_reqs - num_padded)
@@ -215,10 +234,14 @@ def test_advance_strided_and_empty(device):
         batch[name] = torch.cat([batch[name]] * 2, dim=1)[:, : batch[name].shape[1]]
         assert not batch[name].is_contiguous()
     ring = torch.zeros(6, 3, 10, dtype=torch.int64, device=device)  # state rows outermost
-    state = state._replace(output_ring=ring.transpose(0, 1)[..., :7].copy_(state.output_ring))
+    counts = torch.zeros(6, 9, dtype=torch.int32, device=device)
+    state = state._replace(
+        output_ring=ring.transpose(0, 1)[..., :7].copy_(state.output_ring),
+        token_counts=counts[:, :6].copy_(state.token_counts),
+    )
     advance(**batch, **state._asdict())
     assert_fields_equal(state, expected)
-    assert (ring[..., 7:] == 0).all()
+    assert (ring[..., 7:] == 0).all() and (counts[:, 6:] == 0).all()
 
     empty = empty_state(0, 4, 1, device)
     advance(**on(device, random_batch(rng, 0, 0, 0, 4, None)), **empty._asdict())
@@ -239,6 +262,8 @@ def test_advance_strided_and_empty(device):
             {"output_ring": torch.zeros(0, 2, 7, dtype=torch.int64)},
             r"output_ring: expected at least one step, got \[0, 2, 7\]",
         ),
+        ({"token_counts": int64([[0], [0]])}, "token_counts: expected int32, got int64"),
+        ({"token_counts": int32([[0]])}, r"token_counts: expected shape \[2, \*\], got \[1, 1\]"),
     ],
 )
 def test_advance_refuses_bad_state(change, message):
@@ -257,9 +282,9 @@ def test_advance_refuses_bad_input():
         advance(int64([[1, 2, 3, 4]]), int32([4]), int32([1]), int64([[1]]), *state)
 
 
-@pytest.mark.parametrize("num_stop_ids", [None, 2])
-def test_advance_opcheck(num_stop_ids):
+@pytest.mark.parametrize("num_stop_ids,counted", [(None, False), (2, True)])
+def test_advance_opcheck(num_stop_ids, counted):
     rng = torch.Generator().manual_seed(0)
     batch = random_batch(rng, 3, 2, 4, 4, num_stop_ids)
-    state = random_state(rng, 4, 4, 3, 1)
+    state = random_state(rng, 4, 4, 3, 1, counted)
     torch.library.opcheck(torch.ops.dflash.advance.default, (*batch.values(), *state))

@@ -52,7 +52,7 @@ class Answers:
         """In batches of 8, requests coming and going."""
         llm = engine.make_llm(demo.target_directory(), max_num_seqs=8, max_model_len=1024)
         outputs = llm.generate(self.prompts, engine.greedy_params(MAX_TOKENS))
-        return [output.token_ids for output in outputs]
+        return [output.outputs[0].token_ids for output in outputs]
 
 
 @pytest.fixture(scope="session")

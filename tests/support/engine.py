@@ -88,13 +88,13 @@ def generate_blocks(llm: LLM, prompt: list[int], max_tokens: int) -> Generation:
         (output,) = llm.generate([prompt], greedy_params(max_tokens))
     finally:
         recorder.detach()
-    return Generation(output.token_ids, blocks_of(recorder.proposals, output))
+    return Generation(output.outputs[0].token_ids, blocks_of(recorder.proposals, output))
 
 
 def blocks_of(proposals: list[Proposal], output: RequestOutput) -> list[Block]:
     """Every verified block; the proposal made after the last token was never verified."""
     ends = [p.position for p in proposals] + [
-        len(output.prompt_token_ids) + len(output.token_ids) - 1
+        len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1
     ]
     return [
         Block(p.bonus, tuple(p.verified), end - p.position)

@@ -23,7 +23,9 @@ class PairRunner:
         device = torch.device("cpu")
         self.kv_block_size = kv_block_size
         self.max_model_len = max_model_len
-        settings = DecoderSettings(device, torch.float32, kv_block_size, max_model_len)
+        settings = DecoderSettings(
+            device, torch.float32, torch.float32, kv_block_size, max_model_len
+        )
         config, weights, _ = load_target(str(target), torch.float32, device)
         self.target = Target(config, weights, settings)
         draft_config, draft_weights, _ = load_draft(str(draft), torch.float32, device)
@@ -32,7 +34,7 @@ class PairRunner:
         )
         self.num_blocks = 1 + -(-max_model_len // kv_block_size)
         for decoder in (self.target.decoder, self.drafter.decoder):
-            decoder.attach_cache(torch.zeros(decoder.cache_shape(self.num_blocks, kv_block_size)))
+            decoder.allocate_cache(self.num_blocks, kv_block_size)
 
     def _batch(self, first: int, count: int) -> AttentionBatch:
         positions = torch.arange(first, first + count)

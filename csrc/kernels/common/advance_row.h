@@ -27,13 +27,26 @@ DFLASH_HOST_DEVICE bool is_stop_token(const AdvanceParams& p, int32_t state, int
   return false;
 }
 
-// The token in column `column` of request r's ring row.
+// One more of `token`. The same token can be counted by several threads at once.
+DFLASH_HOST_DEVICE void count_token(const AdvanceParams& p, int32_t state, int64_t token) {
+  if (p.token_counts == nullptr || token < 0 || token >= p.num_counted) return;
+  int32_t* count = p.token_counts + state * p.counts_stride + token;
+#if defined(__CUDA_ARCH__)
+  atomicAdd(count, 1);
+#else
+  *count += 1;
+#endif
+}
+
+// The token in column `column` of request r's ring row, which is counted where it is committed.
 DFLASH_HOST_DEVICE void advance_ring_token(const AdvanceParams& p, int64_t step, int32_t r,
                                            int32_t column) {
   const int32_t state = p.idx_mapping[r];
   if (state < 0) return;
-  ring_row(p, step, state)[kRingHeader + column] =
-      column < p.num_sampled[r] ? p.sampled_token_ids[r * p.sampled_stride + column] : -1;
+  const bool committed = column < p.num_sampled[r];
+  const int64_t token = committed ? p.sampled_token_ids[r * p.sampled_stride + column] : -1;
+  ring_row(p, step, state)[kRingHeader + column] = token;
+  count_token(p, state, token);
 }
 
 // State and ring header of request r. Nothing is committed after a stop token, so only the last

@@ -55,6 +55,8 @@ class NativeAttention:
             window_left=self.spec.window_left,
             window_right=self.spec.window_right,
             sinks=sinks,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
             workspace=self._workspace_for(query, batch),
         )
 

@@ -71,10 +71,12 @@ class AttentionBatch:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's K/V: [num_blocks, kv_block_size, num_kv_heads, head_dim] each."""
+    """One layer's K/V: [num_blocks, kv_block_size, num_kv_heads, head_dim] each; fp8 ones hold x / scale."""
 
     key: torch.Tensor
     value: torch.Tensor
+    k_scale: torch.Tensor | None = None  # float32 [1]
+    v_scale: torch.Tensor | None = None
 
 
 class AttentionBackend(Protocol):

@@ -50,6 +50,12 @@ def generate(
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Mass of the most likely tokens to keep.")
+    ] = 1.0,
+    top_k: Annotated[
+        int, typer.Option(min=0, help="Most likely tokens to keep; 0 keeps all.")
+    ] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
     compare: Annotated[
@@ -79,6 +85,7 @@ def generate(
         "device": device,
         "max_num_seqs": 1,
         "max_model_len": max_model_len,
+        "enable_prefix_caching": False,  # a comparison computes its prompt every time
     }
     llm = dflash.LLM(
         model,
@@ -89,7 +96,9 @@ def generate(
     )
     if not raw:
         text = llm.chat_prompt([{"role": "user", "content": text}])
-    params = dflash.SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
+    params = dflash.SamplingParams(
+        temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens
+    )
 
     output = _stream(llm, text, params)
     if not compare:
@@ -129,7 +138,7 @@ def _stream(llm: Any, prompt: str, params: Any) -> Any:
         sys.stdout.flush()
         output = chunk.finished or output
     assert output is not None, "the stream ended without a finished request"
-    if not output.text.endswith("\n"):
+    if not output.outputs[0].text.endswith("\n"):
         sys.stdout.write("\n")
     sys.stdout.flush()
     return output

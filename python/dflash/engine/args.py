@@ -27,10 +27,17 @@ class EngineArgs:
         num_speculative_tokens: N; None takes draft_block_size - 1, on a CPU what a short measurement finds best.
         allow_long_drafts: permit N past draft_block_size - 1, where drafters propose poorly.
         max_model_len: prompt and output tokens of a request; None takes the target's.
-        max_num_seqs: requests that run at once.
+        max_num_seqs: requests that run at once; others wait.
         max_num_batched_tokens: prompt rows of one prefill pass.
+        inter_token_latency_target_ms: what running requests may wait for a token while prompts are prefilled: chunks
+            become shorter; None = no bound.
         kv_block_size: slots of a cache block.
-        gpu_memory_utilization: share of the GPU's memory that weights and caches may take.
+        kv_cache_dtype, draft_kv_cache_dtype: "auto" (the model's), or "fp8" (e4m3, scale 1).
+        enable_prefix_caching: keep the K/V of finished requests and reuse those of a common beginning.
+        gpu_memory_utilization: share of the GPU's memory that everything together may take.
+        kv_cache_memory_bytes: of both caches; None takes what is left (on a CPU at most 4 GiB).
+        num_gpu_blocks_override: cache blocks, whatever memory says; on a CPU too.
+        enforce_eager: do not capture CUDA graphs.
         attention_backend, draft_attention_backend: "auto" or a backend's name.
         draft_sample_method: "greedy" or "gumbel".
         rejection_sample_method: "match", "standard", "block" or "synthetic", for temperature > 0.
@@ -47,8 +54,15 @@ class EngineArgs:
     max_model_len: int | None = None
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 2048
+    inter_token_latency_target_ms: float | None = None
     kv_block_size: int = 16
+    kv_cache_dtype: str = "auto"
+    draft_kv_cache_dtype: str = "auto"
+    enable_prefix_caching: bool = True
     gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    num_gpu_blocks_override: int | None = None
+    enforce_eager: bool = False
     attention_backend: str = "auto"
     draft_attention_backend: str = "auto"
     draft_sample_method: str = "greedy"
@@ -60,9 +74,15 @@ class EngineArgs:
         self._check_choice("dtype", ("auto", *DTYPES))
         self._check_choice("draft_sample_method", ("greedy", "gumbel"))
         self._check_choice("rejection_sample_method", ("match", "standard", "block", "synthetic"))
+        for name in ("kv_cache_dtype", "draft_kv_cache_dtype"):
+            self._check_choice(name, ("auto", "fp8"))
         for name in ("max_num_seqs", "max_num_batched_tokens", "kv_block_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+            self._check_at_least(name, 1)
+        self._check_at_least("kv_cache_memory_bytes", 1)
+        self._check_at_least("num_gpu_blocks_override", 2)
+        target = self.inter_token_latency_target_ms
+        if target is not None and not target > 0:
+            raise ValueError(f"inter_token_latency_target_ms must be > 0, got {target}")
         if self.num_speculative_tokens is not None and self.draft is None:
             raise ValueError("num_speculative_tokens needs a drafter: pass draft=")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
@@ -80,11 +100,21 @@ class EngineArgs:
                 'rejection_sample_method "synthetic" and synthetic_acceptance_rates go together'
             )
 
+    def _check_at_least(self, name: str, smallest: int) -> None:
+        value = getattr(self, name)
+        if value is not None and value < smallest:
+            raise ValueError(f"{name} must be >= {smallest}, got {value}")
+
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         if getattr(self, name) not in choices:
             raise ValueError(
                 f"{name} {getattr(self, name)!r}: expected one of {', '.join(choices)}"
             )
+
+
+def cache_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a K/V cache."""
+    return torch.float8_e4m3fn if name == "fp8" else model_dtype
 
 
 def resolve_device(device: str) -> torch.device:

@@ -8,28 +8,26 @@ from dataclasses import dataclass
 
 import torch
 
-MAX_STOP_TOKEN_IDS = 16
+from dflash.engine.request import PrefillChunk, Request
+
 OUTPUT_RING = 4
 
 
 @dataclass(frozen=True)
 class RequestState:
-    """What the device knows of each request, by state row (S = max_num_seqs).
+    """How far each request is, by state row (S = max_num_seqs).
 
     seq_lens is s: committed tokens whose target K/V exist, the position of the bonus token.
     """
 
     seq_lens: torch.Tensor  # int32 [S]
     last_sampled: torch.Tensor  # int64 [S]: the bonus token
-    next_prefill_tokens: torch.Tensor  # int64 [S]
+    next_prefill_tokens: torch.Tensor  # int64 [S]: the bonus behind a prefill that samples nothing
     draft_tokens: torch.Tensor  # int64 [S, N]
     num_draft_tokens: torch.Tensor  # int32 [S]
     draft_logits: torch.Tensor | None  # [S, N, V], only for sampled drafts
-    temperatures: torch.Tensor  # float32 [S]
-    seeds: torch.Tensor  # int64 [S]
     tokens_left: torch.Tensor  # int32 [S]
     finished: torch.Tensor  # int32 [S]: 0 running, 1 stop token, 2 length
-    stop_token_ids: torch.Tensor  # int64 [S, MAX_STOP_TOKEN_IDS], -1 = unused
     step: torch.Tensor  # int64 [1]
     output_ring: torch.Tensor  # int64 [OUTPUT_RING, S, 3 + N + 1]
 
@@ -56,50 +54,62 @@ class RequestState:
             draft_logits=zeros(max_reqs, n, draft_logits[0], dtype=draft_logits[1])
             if draft_logits
             else None,
-            temperatures=zeros(max_reqs, dtype=torch.float32),
-            seeds=zeros(max_reqs, dtype=torch.int64),
             tokens_left=zeros(max_reqs, dtype=torch.int32),
             finished=zeros(max_reqs, dtype=torch.int32),
-            stop_token_ids=zeros(max_reqs, MAX_STOP_TOKEN_IDS, dtype=torch.int64).fill_(-1),
             step=zeros(1, dtype=torch.int64),
             output_ring=zeros(OUTPUT_RING, max_reqs, n + 4, dtype=torch.int64),
         )
 
-    def admit(
-        self,
-        row: int,
-        *,
-        prompt_len: int,
-        num_draft_tokens: int,
-        temperature: float,
-        seed: int,
-        max_tokens: int,
-        stop_token_ids: Sequence[int],
-    ) -> None:
-        """Writes a new request's row. s starts one before the prompt's end: prefill commits one token."""
-        self.seq_lens[row] = prompt_len - 1
-        self.num_draft_tokens[row] = num_draft_tokens
-        self.draft_tokens[row] = -1
-        self.temperatures[row] = temperature
-        self.seeds[row] = seed
-        self.tokens_left[row] = max_tokens
-        self.finished[row] = 0
-        stops = list(stop_token_ids) + [-1] * (MAX_STOP_TOKEN_IDS - len(stop_token_ids))
-        self.stop_token_ids[row] = torch.tensor(stops, device=self.stop_token_ids.device)
+    def admit(self, requests: Sequence[Request]) -> None:
+        """Writes the rows of new and of resumed requests.
+
+        s starts one before a new prompt's end, since its prefill commits one token, and at the bonus
+        of a resumed request.
+        """
+        rows = torch.tensor([request.row for request in requests], device=self.step.device)
+
+        def write(table: torch.Tensor, values: list) -> None:
+            table[rows] = torch.tensor(values, dtype=table.dtype).to(table.device)
+
+        bonus = [r.output_token_ids[-1] if r.is_resumed else 0 for r in requests]
+        write(self.seq_lens, [r.num_tokens - 1 for r in requests])
+        write(self.last_sampled, bonus)
+        write(self.next_prefill_tokens, bonus)
+        write(self.tokens_left, [r.max_tokens - len(r.output_token_ids) for r in requests])
+        self.num_draft_tokens[rows] = self.draft_tokens.shape[1]
+        self.draft_tokens[rows] = -1
+        self.finished[rows] = 0
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What the requests of a batch ask of the step."""
+
+    processes_logits: bool = False  # else all take the first maximum of the model's own logits
+    num_logprobs: int | None = None  # the most that any of them asks for
+    drafts: bool = True  # False: a partial prompt chunk, which only observes
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], drafts: bool = True) -> Variant:
+        params = [request.params for request in requests]
+        counts = [p.logprobs for p in params if p.logprobs is not None]
+        return cls(
+            not all(p.takes_first_maximum for p in params), max(counts, default=None), drafts
+        )
 
 
 @dataclass(frozen=True)
 class Batch:
     """The leading part of BatchBuffers that one pass uses: R requests, T rows.
 
-    all_greedy chooses which variant of the step runs; everything else is on the device.
+    The host's fields choose which variant of the step runs; everything else is on the device.
     """
 
     num_reqs: int
     num_rows: int
     max_query_len: int
     kv_block_size: int
-    all_greedy: bool
+    variant: Variant
     idx_mapping: torch.Tensor  # int32 [R]
     block_table: torch.Tensor  # int32 [R, max_blocks]
     input_ids: torch.Tensor  # int64 [T]
@@ -108,6 +118,7 @@ class Batch:
     seq_lens: torch.Tensor  # int32 [R]
     query_start_loc: torch.Tensor  # int32 [R + 1]
     logits_rows: torch.Tensor | None  # int64 [n]: rows that get logits; None = all
+    logits_reqs: torch.Tensor | None  # int64 [n]: whose rows they are, beside logits_rows
     logits_start_loc: torch.Tensor  # int32 [R + 1]
     sampled_token_ids: torch.Tensor  # int64 [R, N + 1]
     num_sampled: torch.Tensor  # int32 [R]
@@ -133,82 +144,99 @@ class BatchBuffers:
         self.kv_block_size = kv_block_size
         self.idx_mapping = zeros(max_reqs, dtype=torch.int32)
         self.block_table = zeros(max_reqs, max_blocks, dtype=torch.int32)
+        # The host's copy by state row: a step sends the rows of its batch.
+        self._block_rows = torch.zeros(max_reqs, max_blocks, dtype=torch.int32)
+        self._num_blocks = [0] * max_reqs
         self.input_ids = zeros(max_rows)
         self.positions = zeros(max_rows)
         self.slot_mapping = zeros(max_rows)
         self.seq_lens = zeros(max_reqs, dtype=torch.int32)
         self.query_start_loc = zeros(max_reqs + 1, dtype=torch.int32)
         self.logits_rows = zeros(max_reqs)
+        self.logits_reqs = zeros(max_reqs)
         self.logits_start_loc = zeros(max_reqs + 1, dtype=torch.int32)
         self.sampled_token_ids = zeros(max_reqs, self.num_query_per_req)
         self.num_sampled = zeros(max_reqs, dtype=torch.int32)
         self.num_rejected = zeros(max_reqs, dtype=torch.int32)
 
-    def decode(
-        self, idx_mapping: list[int], block_tables: list[list[int]], all_greedy: bool
-    ) -> Batch:
+    def admit(self, requests: Sequence[Request]) -> None:
+        """Forgets the blocks of a row's last owner."""
+        for request in requests:
+            self._block_rows[request.row].zero_()
+            self._num_blocks[request.row] = 0
+
+    def decode(self, requests: Sequence[Request]) -> Batch:
         """A verify batch: Q rows a request, built on the device by build_verify."""
-        self._set_requests(idx_mapping, block_tables)
-        reqs = len(idx_mapping)
-        rows = reqs * self.num_query_per_req
+        self._set_requests(requests)
+        rows = len(requests) * self.num_query_per_req
         return self._batch(
-            reqs, rows, self.num_query_per_req, all_greedy, None, self.query_start_loc
+            len(requests),
+            rows,
+            self.num_query_per_req,
+            Variant.of(requests),
         )
 
-    def prefill(
-        self,
-        idx_mapping: list[int],
-        block_tables: list[list[int]],
-        chunks: list[list[int]],
-        starts: list[int],
-        samples: list[bool],
-        all_greedy: bool,
-    ) -> Batch:
-        """A prompt batch: chunk r holds the tokens at positions starts[r]..; samples[r] = its last one."""
-        self._set_requests(idx_mapping, block_tables)
+    def prefill(self, chunks: Sequence[PrefillChunk]) -> Batch:
+        """A prompt batch; the last row of a chunk that samples gets logits."""
+        requests = [chunk.request for chunk in chunks]
+        self._set_requests(requests)
         ids, positions, slots, ends, sample_rows = [], [], [], [0], []
-        for blocks, chunk, start, sample in zip(block_tables, chunks, starts, samples, strict=True):
-            where = range(start, start + len(chunk))
-            ids += chunk
+        for chunk in chunks:
+            where = range(chunk.start, chunk.start + chunk.length)
+            ids += chunk.request.tokens(where.start, where.stop)
             positions += where
-            slots += [
-                blocks[p // self.kv_block_size] * self.kv_block_size + p % self.kv_block_size
-                for p in where
-            ]
+            slots += [self._slot(chunk.request.blocks, p) for p in where]
             ends.append(len(ids))
-            sample_rows += [len(ids) - 1] if sample else []
+            sample_rows += [len(ids) - 1] if chunk.samples else []
+        samples = [chunk.samples for chunk in chunks]
         _copy(self.input_ids, ids)
         _copy(self.positions, positions)
         _copy(self.slot_mapping, slots)
         _copy(self.query_start_loc, ends)
-        _copy(self.seq_lens, [s + len(c) for s, c in zip(starts, chunks, strict=True)])
+        _copy(self.seq_lens, [chunk.start + chunk.length for chunk in chunks])
         _copy(self.logits_rows, sample_rows)
+        _copy(self.logits_reqs, [r for r, sample in enumerate(samples) if sample])
         _copy(self.logits_start_loc, [sum(samples[:r]) for r in range(len(samples) + 1)])
-        longest = max(len(chunk) for chunk in chunks)
-        rows = self.logits_rows[: len(sample_rows)]
-        return self._batch(len(chunks), len(ids), longest, all_greedy, rows, self.logits_start_loc)
+        return self._batch(
+            len(chunks),
+            len(ids),
+            max(chunk.length for chunk in chunks),
+            Variant.of(requests, drafts=all(chunk.is_last for chunk in chunks)),
+            len(sample_rows),
+        )
 
-    def _set_requests(self, idx_mapping: list[int], block_tables: list[list[int]]) -> None:
-        width = self.block_table.shape[1]
-        padded = [blocks + [0] * (width - len(blocks)) for blocks in block_tables]
-        _copy(self.idx_mapping, idx_mapping)
-        _copy(self.block_table, padded)
+    def _slot(self, blocks: list[int], position: int) -> int:
+        block, offset = divmod(position, self.kv_block_size)
+        return blocks[block] * self.kv_block_size + offset
+
+    def _set_requests(self, requests: Sequence[Request]) -> None:
+        rows = [request.row for request in requests]
+        for request in requests:
+            known, blocks = self._num_blocks[request.row], request.blocks
+            if known < len(blocks):
+                new = torch.tensor(blocks[known:], dtype=torch.int32)
+                self._block_rows[request.row, known : len(blocks)] = new
+                self._num_blocks[request.row] = len(blocks)
+        _copy(self.idx_mapping, rows)
+        self.block_table[: len(rows)].copy_(self._block_rows[torch.tensor(rows)])
 
     def _batch(
         self,
         reqs: int,
         rows: int,
         max_query_len: int,
-        all_greedy: bool,
-        logits_rows: torch.Tensor | None,
-        logits_start_loc: torch.Tensor,
+        variant: Variant,
+        num_logits: int | None = None,
     ) -> Batch:
+        """num_logits: rows that get logits, None for all."""
+        some = num_logits is not None
+        logits_start_loc = self.logits_start_loc if some else self.query_start_loc
         return Batch(
             num_reqs=reqs,
             num_rows=rows,
             max_query_len=max_query_len,
             kv_block_size=self.kv_block_size,
-            all_greedy=all_greedy,
+            variant=variant,
             idx_mapping=self.idx_mapping[:reqs],
             block_table=self.block_table[:reqs],
             input_ids=self.input_ids[:rows],
@@ -216,7 +244,8 @@ class BatchBuffers:
             slot_mapping=self.slot_mapping[:rows],
             seq_lens=self.seq_lens[:reqs],
             query_start_loc=self.query_start_loc[: reqs + 1],
-            logits_rows=logits_rows,
+            logits_rows=self.logits_rows[:num_logits] if some else None,
+            logits_reqs=self.logits_reqs[:num_logits] if some else None,
             logits_start_loc=logits_start_loc[: reqs + 1],
             sampled_token_ids=self.sampled_token_ids[:reqs],
             num_sampled=self.num_sampled[:reqs],

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,10 +11,19 @@ import torch
 
 from dflash.checkpoints.config import DecoderConfig, TargetConfig
 from dflash.checkpoints.weights import TargetWeights, check_pair, load_draft, load_target
-from dflash.engine.args import DTYPES, EngineArgs, resolve_device
+from dflash.engine.args import DTYPES, EngineArgs, cache_dtype, resolve_device
 from dflash.engine.buffers import BatchBuffers, RequestState
 from dflash.engine.core import Core
 from dflash.engine.kv_cache import BlockPool
+from dflash.engine.memory import (
+    MemoryProfile,
+    choose_num_blocks,
+    gib,
+    profile_memory,
+    rough_cache_bytes,
+)
+from dflash.engine.pacing import PrefillPacer
+from dflash.engine.sampling import SamplingState
 from dflash.engine.scheduler import Scheduler
 from dflash.engine.step import Step
 from dflash.engine.tune import best_num_speculative_tokens
@@ -28,8 +36,6 @@ from dflash.speculators.dflash import DFlashSpeculator
 
 logger = logging.getLogger("dflash")
 
-CPU_CACHE_BYTES = 4 << 30
-
 
 @dataclass(frozen=True)
 class EngineFacts:
@@ -40,7 +46,9 @@ class EngineFacts:
     num_speculative_tokens: int
     max_model_len: int
     num_blocks: int
+    cache_bytes: int
     attention_backends: dict[str, str]
+    memory: MemoryProfile
 
 
 @dataclass(frozen=True)
@@ -69,13 +77,18 @@ def build_core(args: EngineArgs) -> Engine:
         drafted = (config, weights)
     decoders = [target_config.decoder] + ([drafted[0].decoder] if drafted else [])
     max_model_len = _max_model_len(args, decoders, dtype, device)
+    kv_dtype = cache_dtype(args.kv_cache_dtype, dtype)
     settings = DecoderSettings(
-        device, dtype, args.kv_block_size, max_model_len, args.attention_backend
+        device, dtype, kv_dtype, args.kv_block_size, max_model_len, args.attention_backend
     )
     target = Target(target_config, target_weights, settings)
     drafter = None
     if drafted is not None:
-        draft_settings = replace(settings, attention_backend=args.draft_attention_backend)
+        draft_settings = replace(
+            settings,
+            kv_dtype=cache_dtype(args.draft_kv_cache_dtype, dtype),
+            attention_backend=args.draft_attention_backend,
+        )
         drafter = Drafter(*drafted, target.embed_tokens, target.lm_head, draft_settings)
     n = _num_speculative_tokens(args, target, drafter, device)
     engine = replace(
@@ -84,7 +97,7 @@ def build_core(args: EngineArgs) -> Engine:
         target_config=target_config,
         target_weights=target_weights,
     )
-    _log_facts(engine.facts, args.kv_block_size)
+    _log_facts(engine.facts, args)
     return engine
 
 
@@ -93,8 +106,9 @@ def without_draft(args: EngineArgs, engine: Engine) -> Engine:
     assert engine.target_config is not None and engine.target_weights is not None
     facts = engine.facts
     settings = DecoderSettings(
-        facts.device, facts.dtype, args.kv_block_size, facts.max_model_len, args.attention_backend
-    )
+        facts.device, facts.dtype, cache_dtype(args.kv_cache_dtype, facts.dtype),
+        args.kv_block_size, facts.max_model_len, args.attention_backend,
+    )  # fmt: skip
     target = Target(engine.target_config, engine.target_weights, settings)
     plain = assemble(
         replace(args, draft=None, num_speculative_tokens=None), target, None, 0, settings
@@ -102,12 +116,16 @@ def without_draft(args: EngineArgs, engine: Engine) -> Engine:
     return replace(engine, core=plain.core, facts=plain.facts)
 
 
-def _log_facts(facts: EngineFacts, kv_block_size: int) -> None:
+def _log_facts(facts: EngineFacts, args: EngineArgs) -> None:
+    logger.info("memory: %s", facts.memory)
     logger.info(
-        "%s on %s: N = %d, max_model_len %d, %d cache blocks of %d, attention %s",
+        "%s on %s: N = %d, max_model_len %d, %d cache blocks of %d (%s, %d tokens), attention %s",
         facts.dtype, facts.device, facts.num_speculative_tokens, facts.max_model_len, facts.num_blocks,
-        kv_block_size, facts.attention_backends,
+        args.kv_block_size, gib(facts.cache_bytes), facts.num_blocks * args.kv_block_size,
+        facts.attention_backends,
     )  # fmt: skip
+    if not args.enforce_eager and facts.device.type == "cuda":
+        log_once("the step runs eagerly: it is not captured in CUDA graphs yet", logging.INFO)
 
 
 def _max_model_len(
@@ -121,12 +139,16 @@ def _max_model_len(
         raise ValueError(
             f"max_model_len must be in 2..{limit} (the target's limit), got {requested}"
         )
-    slot_bytes = (
-        sum(2 * d.num_layers * d.num_kv_heads * d.head_dim for d in decoders) * dtype.itemsize
+    if args.num_gpu_blocks_override is not None:
+        return limit
+    names = (args.kv_cache_dtype, args.draft_kv_cache_dtype)
+    slot_bytes = sum(
+        2 * d.num_layers * d.num_kv_heads * d.head_dim * cache_dtype(name, dtype).itemsize
+        for d, name in zip(decoders, names, strict=False)
     )
     # Room for the null block and for blocks that a draft may reach past the end.
     margin = 4 * args.kv_block_size + 64
-    affordable = int(_cache_bytes(args, device) // slot_bytes) - margin
+    affordable = int(rough_cache_bytes(args, device) // slot_bytes) - margin
     if affordable >= limit:
         return limit
     if affordable < 2:
@@ -172,47 +194,74 @@ def assemble(
     max_rows = max(args.max_num_batched_tokens, args.max_num_seqs * num_query_per_req)
     # The verified block and the drafted one may reach past max_model_len: columns, never blocks.
     max_blocks = -(-(max_model_len + 2 * num_query_per_req) // args.kv_block_size)
-    num_blocks = _num_blocks(args, target, drafter, max_blocks, settings)
-    for model in (target, drafter):
-        if model is not None:
-            shape = model.decoder.cache_shape(num_blocks, args.kv_block_size)
-            model.decoder.attach_cache(torch.empty(shape, dtype=settings.dtype, device=device))
     vocab_size = min(target.config.decoder.vocab_size, target.lm_head.shape[0])
     gumbel = drafter is not None and args.draft_sample_method == "gumbel"
     state = RequestState.allocate(
         args.max_num_seqs, n, device, (vocab_size, torch.float32) if gumbel else None
     )
-    speculator, taps = None, None
-    if drafter is not None:
-        speculator = DFlashSpeculator(
-            drafter,
-            n,
-            max_rows,
-            args.max_num_seqs,
-            max_model_len,
-            vocab_size,
-            args.draft_sample_method,
-        )
-        width = len(speculator.target_layer_ids) * target.config.decoder.hidden_size
-        buffer = torch.zeros(max_rows, width, dtype=settings.dtype, device=device)
-        taps = Taps(speculator.target_layer_ids, buffer)
-    step = Step(
-        target, speculator, state, max_model_len, vocab_size, args.rejection_sample_method, taps,
-        _synthetic_rates(args, n, device),
-    )  # fmt: skip
+    sampling = SamplingState.allocate(args.max_num_seqs, vocab_size, device)
     buffers = BatchBuffers(args.max_num_seqs, max_rows, max_blocks, n, args.kv_block_size, device)
+    speculator, taps = _speculator(args, target, drafter, n, max_rows, max_model_len, vocab_size)
+    profile = profile_memory(
+        args, device, target, drafter, [state, sampling, buffers, speculator, taps],
+        max_rows, max_model_len, num_query_per_req,
+    )  # fmt: skip
+    models = [target] if drafter is None else [target, drafter]
+    block_bytes = sum(model.decoder.cache_bytes(args.kv_block_size) for model in models)
+    num_blocks = choose_num_blocks(args, device, profile, block_bytes, max_blocks)
+    for model in models:
+        model.decoder.allocate_cache(num_blocks, args.kv_block_size)
+    step = Step(
+        target, speculator, state, sampling, max_model_len, vocab_size,
+        args.rejection_sample_method, taps, _synthetic_rates(args, n, device),
+    )  # fmt: skip
     scheduler = Scheduler(
-        BlockPool(num_blocks, args.kv_block_size),
+        BlockPool(num_blocks, args.kv_block_size, args.enable_prefix_caching),
         args.max_num_seqs,
         args.max_num_batched_tokens,
         num_query_per_req,
     )
-    core = Core(
-        step, buffers, scheduler, max_model_len, vocab_size, target.config.eos_token_ids, args.seed
+    target_ms = args.inter_token_latency_target_ms
+    pacer = PrefillPacer(
+        None if target_ms is None else target_ms / 1e3, args.max_num_batched_tokens
     )
+    core = Core(
+        step, buffers, scheduler, pacer, max_model_len, vocab_size,
+        target.config.eos_token_ids, args.seed,
+    )  # fmt: skip
     names = {"target": _backends(target)} | ({"draft": _backends(drafter)} if drafter else {})
-    facts = EngineFacts(device, settings.dtype, n, max_model_len, num_blocks, names)
+    facts = EngineFacts(
+        device,
+        settings.dtype,
+        n,
+        max_model_len,
+        num_blocks,
+        num_blocks * block_bytes,
+        names,
+        profile,
+    )
     return Engine(core, facts)
+
+
+def _speculator(
+    args: EngineArgs,
+    target: Target,
+    drafter: Drafter | None,
+    n: int,
+    max_rows: int,
+    max_model_len: int,
+    vocab_size: int,
+) -> tuple[DFlashSpeculator | None, Taps | None]:
+    """The drafter's half of the step, and where the target leaves its features for it."""
+    if drafter is None:
+        return None, None
+    speculator = DFlashSpeculator(
+        drafter, n, max_rows, args.max_num_seqs, max_model_len, vocab_size, args.draft_sample_method
+    )
+    width = len(speculator.target_layer_ids) * target.config.decoder.hidden_size
+    embedding = target.embed_tokens
+    buffer = torch.zeros(max_rows, width, dtype=embedding.dtype, device=embedding.device)
+    return speculator, Taps(speculator.target_layer_ids, buffer)
 
 
 def _backends(model: Target | Drafter) -> str:
@@ -228,35 +277,3 @@ def _synthetic_rates(args: EngineArgs, n: int, device: torch.device) -> torch.Te
             f"synthetic_acceptance_rates: expected {n} (one a draft token), got {len(rates)}"
         )
     return torch.tensor(rates, dtype=torch.float32, device=device)
-
-
-def _num_blocks(
-    args: EngineArgs,
-    target: Target,
-    drafter: Drafter | None,
-    max_blocks: int,
-    settings: DecoderSettings,
-) -> int:
-    """Blocks for max_num_seqs full requests, as far as memory goes; block 0 is the null block."""
-    models = [target, drafter] if drafter else [target]
-    block_bytes = sum(
-        torch.Size(m.decoder.cache_shape(1, args.kv_block_size)).numel() * settings.dtype.itemsize
-        for m in models
-    )
-    wanted = args.max_num_seqs * max_blocks + 1
-    affordable = _cache_bytes(args, settings.device) // block_bytes
-    if affordable < max_blocks + 1:
-        raise DflashError(
-            f"one request of max_model_len {settings.max_model_len} needs {max_blocks + 1} cache blocks of "
-            f"{block_bytes / 2**20:.1f} MiB; memory allows {affordable}: lower max_model_len"
-        )
-    return min(wanted, affordable)
-
-
-def _cache_bytes(args: EngineArgs, device: torch.device) -> int:
-    if device.type == "cpu":
-        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return min(CPU_CACHE_BYTES, pages // 4)
-    free, total = torch.cuda.mem_get_info(device)
-    # A tenth of what is left stays for activations and logits.
-    return int((free - (1 - args.gpu_memory_utilization) * total) * 0.9)

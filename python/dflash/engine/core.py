@@ -8,9 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
-from dflash.engine.buffers import MAX_STOP_TOKEN_IDS, OUTPUT_RING, BatchBuffers
+from dflash.engine.buffers import OUTPUT_RING, BatchBuffers
+from dflash.engine.outputs import Logprob
+from dflash.engine.pacing import PrefillPacer
+from dflash.engine.request import PrefillChunk, Request
+from dflash.engine.sampling import MAX_STOP_TOKEN_IDS, RawLogprobs
 from dflash.engine.sampling_params import SamplingParams
-from dflash.engine.scheduler import PrefillChunk, Request, Scheduler
+from dflash.engine.scheduler import Scheduler
 from dflash.engine.step import Step
 
 FINISH_REASONS = {1: "stop", 2: "length"}
@@ -18,11 +22,22 @@ FINISH_REASONS = {1: "stop", 2: "length"}
 
 @dataclass(frozen=True)
 class NewTokens:
-    """Tokens one iteration committed for a request; finish_reason is set with the last ones."""
+    """Tokens one step committed for a request; finish_reason is set with the last ones."""
 
     request: Request
     token_ids: list[int]
     finish_reason: str | None
+    logprobs: list[dict[int, Logprob]] | None = None
+    num_draft_tokens: int = 0  # verified for them
+
+
+@dataclass(frozen=True)
+class _Sampled:
+    """What the last pass gave one request: its ring row, and where its logits rows begin."""
+
+    token_ids: list[int]
+    finished: int
+    first_row: int
 
 
 class Core:
@@ -32,6 +47,7 @@ class Core:
         step: the parts of an iteration, with the device state.
         batch_buffers: the arrays of the batch at hand.
         scheduler: who runs next.
+        pacer: how much of a prompt may delay running requests.
         max_model_len: prompt and output tokens a request may have.
         vocab_size: ids a prompt may hold.
         eos_token_ids: tokens that end a request unless it ignores them.
@@ -43,6 +59,7 @@ class Core:
         step: Step,
         batch_buffers: BatchBuffers,
         scheduler: Scheduler,
+        pacer: PrefillPacer,
         max_model_len: int,
         vocab_size: int,
         eos_token_ids: Sequence[int],
@@ -51,29 +68,40 @@ class Core:
         self._step = step
         self._buffers = batch_buffers
         self.scheduler = scheduler
+        self._pacer = pacer
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(eos_token_ids)
         self.seed = seed
         self._num_requests = 0
-        self._prefilled = False  # whether the last step was a prefill
 
     @property
     def num_speculative_tokens(self) -> int:
         return self._buffers.num_query_per_req - 1
 
-    def add_request(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Request:
-        """Queues a request.
+    def add_request(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, seed: int | None = None
+    ) -> Request:
+        """Queues one sequence; `seed` stands in for params.seed.
 
         Raises:
             ValueError: an empty prompt, an id outside the vocabulary, a prompt with no room for an
-                output token, or more stop tokens than the device table holds.
+                output token, more stop tokens than the device table holds, or more tokens than the cache.
         """
         prompt = list(prompt_token_ids)
         self._check_prompt(prompt)
-        self._check_stops(params)
-        room = self.max_model_len - len(prompt)
-        request = Request(self._num_requests, prompt, params, min(params.max_tokens, room))
+        self._check_ids(params)
+        max_tokens = min(params.max_tokens, self.max_model_len - len(prompt))
+        number = self._num_requests
+        seed = params.seed if seed is None else seed
+        request = Request(
+            number,
+            prompt,
+            params,
+            max_tokens,
+            _derived(self.seed, number) if seed is None else seed,
+        )
+        request.arrived_at = time.perf_counter()
         request.statistics.num_requests = 1
         request.statistics.num_prompt_tokens = len(prompt)
         self.scheduler.add(request)
@@ -97,93 +125,86 @@ class Core:
                 f"prompt token {outside} is outside the vocabulary of {self.vocab_size}"
             )
 
-    def _check_stops(self, params: SamplingParams) -> None:
-        stops = self._stop_token_ids(params)
+    def _check_ids(self, params: SamplingParams) -> None:
+        stops = self.stop_token_ids(params)
         if len(stops) > MAX_STOP_TOKEN_IDS:
             raise ValueError(
                 f"{len(stops)} stop tokens (end-of-sequence ones included): at most {MAX_STOP_TOKEN_IDS}"
             )
+        outside = next((t for t in params.logit_bias if t >= self.vocab_size), None)
+        if outside is not None:
+            raise ValueError(
+                f"logit_bias token {outside} is outside the vocabulary of {self.vocab_size}"
+            )
 
-    def _stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
+    def stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        """Tokens that end a request: its own and, unless ignored, the model's."""
         eos = () if params.ignore_eos else self.eos_token_ids
         return tuple(dict.fromkeys([*params.stop_token_ids, *eos]))
 
-    def abort(self, request: Request) -> None:
+    def abort(self, request: Request, reason: str = "abort") -> None:
         """Ends a request that has not finished; its row and blocks are free at once."""
         if request.finish_reason is None:
-            self.scheduler.finish(request, "abort")
+            self.scheduler.finish(request, reason)
 
     def step(self) -> list[NewTokens]:
         """One prefill batch, or one iteration of all running requests; they alternate while both have work.
 
         An exception ends the requests of the batch at hand: the device may be ahead of the host.
         """
-        for request in self.scheduler.admit():
-            self._admit(request)
-        chunks = [] if self._prefilled and self.scheduler.running else self.scheduler.next_prefill()
-        self._prefilled = bool(chunks)
-        requests = [chunk.request for chunk in chunks] or list(self.scheduler.running)
+        work = self.scheduler.schedule(self._pacer.budget())
+        requests = [chunk.request for chunk in work.chunks] or work.running
         try:
-            return self._prefill(chunks) if chunks else self._decode(requests)
+            self._admit(work.admitted)
+            return self._prefill(work.chunks) if work.chunks else self._decode(work.running)
         except BaseException:
-            for request in requests:
-                self.abort(request)
+            for request in {*requests, *work.admitted}:
+                self.abort(request, "error")
             raise
 
-    def _admit(self, request: Request) -> None:
-        params = request.params
-        # An odd multiplier spreads request numbers over 64 bits.
-        derived = (self.seed + 1 + request.request_id) * 0x9E3779B97F4A7C15
-        self._step.state.admit(
-            request.row,
-            prompt_len=len(request.prompt_token_ids),
-            num_draft_tokens=self.num_speculative_tokens,
-            temperature=params.temperature,
-            seed=params.seed if params.seed is not None else _signed(derived),
-            max_tokens=request.max_tokens,
-            stop_token_ids=self._stop_token_ids(params),
-        )
+    def _admit(self, requests: list[Request]) -> None:
+        if not requests:
+            return
+        self._buffers.admit(requests)
+        self._step.state.admit(requests)
+        self._step.sampling.admit(requests, [self.stop_token_ids(r.params) for r in requests])
+        now = time.perf_counter()
+        for request in requests:
+            if request.is_resumed:
+                continue
+            request.statistics.queue_seconds = now - request.arrived_at
+            request.statistics.num_cached_tokens = request.num_computed
 
     def _prefill(self, chunks: list[PrefillChunk]) -> list[NewTokens]:
         started = time.perf_counter()
-        requests = [chunk.request for chunk in chunks]
-        batch = self._buffers.prefill(
-            [request.row for request in requests],
-            [request.blocks for request in requests],
-            [c.request.prompt_token_ids[c.start : c.start + c.length] for c in chunks],
-            [chunk.start for chunk in chunks],
-            [chunk.is_last for chunk in chunks],
-            all_greedy=_all_greedy(requests),
-        )
-        self._step.prefill(batch)
-        sampled = [chunk.request for chunk in chunks if chunk.is_last]
-        rows = self._read(sampled)
+        flow = self._step.prefill(self._buffers.prefill(chunks))
+        sampled = [chunk.request for chunk in chunks if chunk.samples]
+        rows = self._read(sampled, range(len(sampled)))
         seconds = time.perf_counter() - started
+        self._pacer.prefilled(sum(chunk.length for chunk in chunks), seconds)
         for chunk in chunks:
             chunk.request.statistics.prefill_seconds += seconds
             self.scheduler.prefilled(chunk)
         for request in sampled:
             request.statistics.num_output_tokens += 1
-        return [self._commit(request, row) for request, row in zip(sampled, rows, strict=True)]
+        return self._commit(sampled, rows, flow.logprobs, 0)
 
     def _decode(self, requests: list[Request]) -> list[NewTokens]:
         if not requests:
             return []
         started = time.perf_counter()
-        batch = self._buffers.decode(
-            [request.row for request in requests],
-            [request.blocks for request in requests],
-            all_greedy=_all_greedy(requests),
-        )
-        self._step.decode(batch)
-        rows = self._read(requests)
+        flow = self._step.decode(self._buffers.decode(requests))
+        q = self._buffers.num_query_per_req
+        rows = self._read(requests, range(0, q * len(requests), q))
         seconds = time.perf_counter() - started
+        self._pacer.decoded(seconds)
         for request, row in zip(requests, rows, strict=True):
-            request.statistics.record_step(self.num_speculative_tokens, row[1], seconds)
-        return [self._commit(request, row) for request, row in zip(requests, rows, strict=True)]
+            count = len(row.token_ids)
+            request.statistics.record_step(self.num_speculative_tokens, count, seconds)
+        return self._commit(requests, rows, flow.logprobs, self.num_speculative_tokens)
 
-    def _read(self, requests: list[Request]) -> list[list[int]]:
-        """[step, num_sampled, finished, tokens...] of each request, from the last pass."""
+    def _read(self, requests: list[Request], first_rows: range) -> list[_Sampled]:
+        """What the last pass sampled for each request."""
         if not requests:
             return []
         state = self._step.state
@@ -193,22 +214,35 @@ class Core:
         assert all(row[0] == step for row in rows), (
             "the output ring was overwritten before it was read"
         )
-        return rows
+        return [
+            _Sampled(row[3 : 3 + row[1]], row[2], first)
+            for row, first in zip(rows, first_rows, strict=True)
+        ]
 
-    def _commit(self, request: Request, row: list[int]) -> NewTokens:
-        num_sampled, finished = row[1], row[2]
-        tokens = row[3 : 3 + num_sampled]
-        request.output_token_ids += tokens
-        reason = FINISH_REASONS.get(finished)
-        if reason is not None:
-            self.scheduler.finish(request, reason)
-        return NewTokens(request, tokens, reason)
+    def _commit(
+        self,
+        requests: list[Request],
+        rows: list[_Sampled],
+        logprobs: RawLogprobs | None,
+        num_draft_tokens: int,
+    ) -> list[NewTokens]:
+        host = None if logprobs is None else logprobs.to_host()
+        new = []
+        for request, row in zip(requests, rows, strict=True):
+            request.output_token_ids += row.token_ids
+            self.scheduler.advanced(request)
+            reason = FINISH_REASONS.get(row.finished)
+            if reason is not None:
+                self.scheduler.finish(request, reason)
+            wanted = request.params.logprobs
+            listed = None
+            if host is not None and wanted is not None:
+                listed = host.listed(row.first_row, row.token_ids, wanted)
+            new.append(NewTokens(request, row.token_ids, reason, listed, num_draft_tokens))
+        return new
 
 
-def _all_greedy(requests: list[Request]) -> bool:
-    return all(request.params.temperature == 0 for request in requests)
-
-
-def _signed(value: int) -> int:
-    value &= 2**64 - 1
+def _derived(seed: int, number: int) -> int:
+    """64 signed bits; an odd multiplier spreads request numbers over them."""
+    value = (seed + 1 + number) * 0x9E3779B97F4A7C15 % 2**64
     return value - 2**64 if value >= 2**63 else value

@@ -16,23 +16,33 @@ class Detokenizer:
 
     Args:
         tokenizer: a transformers tokenizer.
-        stop_strings: the text ends before the first of them.
+        stop_strings: the text ends before the first of them, or behind it with include_stop.
+        skip_special_tokens: leave special tokens out of the text.
+        min_tokens: stop strings completed by earlier tokens do not count.
     """
 
     tokenizer: object
     stop_strings: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    min_tokens: int = 0
     text: str = ""  # everything released
     num_tokens: int = 0  # tokens up to the stop string, all of them without one
-    stopped: bool = False
+    stop_string: str | None = None  # the one that ended the text
     _ids: list[int] = field(default_factory=list)
     _prefix: int = 0  # tokens whose text is complete and in _decoded
     _context: int = 0  # where re-decoding starts: one piece before _prefix
     _decoded: str = ""
+    _searched: int = 0  # characters in which no stop string ends
+
+    @property
+    def stopped(self) -> bool:
+        return self.stop_string is not None
 
     def push(self, token_ids: list[int], last: bool = False) -> str:
         """Takes new tokens and returns the text that can be released now.
 
-        After a stop string `stopped` is set and num_tokens is the token that completed it.
+        After a stop string `stopped` holds and num_tokens is the token that completed it.
         """
         released = len(self.text)
         for token in token_ids:
@@ -62,15 +72,21 @@ class Detokenizer:
         self._context, self._prefix = self._prefix, len(self._ids)
 
     def _text_of(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)  # pyright: ignore
+        return self.tokenizer.decode(ids, skip_special_tokens=self.skip_special_tokens)  # pyright: ignore
 
     def _find_stop(self) -> None:
-        start = len(self.text)
-        places = [self._decoded.find(s, max(0, start - len(s))) for s in self.stop_strings]
-        places = [p for p in places if p >= 0]
-        if places:
-            self.text = self._decoded[: min(places)]
-            self.stopped = True
+        before, self._searched = self._searched, len(self._decoded)
+        if self.num_tokens <= self.min_tokens:
+            return
+        places = [
+            (self._decoded.find(s, max(0, before - len(s) + 1)), s) for s in self.stop_strings
+        ]
+        places = [place for place in places if place[0] >= 0]
+        if not places:
+            return
+        start, self.stop_string = min(places)
+        end = start + len(self.stop_string) if self.include_stop else start
+        self.text = self._decoded[:end]
 
     def _held_back(self) -> int:
         """Characters at the end that may be the beginning of a stop string."""

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,50 +15,25 @@ from transformers import AutoTokenizer
 
 from dflash.engine.args import EngineArgs
 from dflash.engine.build import Engine, build_core, without_draft
-from dflash.engine.core import NewTokens
-from dflash.engine.detokenizer import Detokenizer
+from dflash.engine.generation_config import default_sampling_params
+from dflash.engine.job import Job, Prompt
+from dflash.engine.metrics import Metrics, Monitor
+from dflash.engine.outputs import RequestOutput, StreamChunk
 from dflash.engine.sampling_params import SamplingParams
-from dflash.engine.scheduler import Request
 from dflash.engine.statistics import Statistics
 from dflash.errors import DflashError
 
-Prompt = str | Sequence[int]
+logger = logging.getLogger("dflash")
 
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """A finished request. token_ids hold the stop token; text holds neither it nor the stop string."""
-
-    prompt: str | None
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    text: str
-    finish_reason: str
-    statistics: Statistics
-
-
-@dataclass(frozen=True)
-class StreamChunk:
-    """What one iteration added; `finished` comes with the last chunk."""
-
-    text: str
-    token_ids: list[int]
-    finished: RequestOutput | None = None
-
-
-@dataclass
-class _Live:
-    """A request of this LLM: what its owner has not taken yet."""
-
-    request: Request
-    prompt: str | None
-    detokenizer: Detokenizer
-    chunks: deque[StreamChunk] = field(default_factory=deque)
-    output: RequestOutput | None = None
+Params = SamplingParams | Sequence[SamplingParams] | None
+Callback = Callable[[int, StreamChunk], None]
 
 
 class LLM:
     """A target and, optionally, its DFlash drafter.
+
+    Any number of calls may be under way at once, from threads and from coroutines: their requests run in
+    one batch. Whoever waits for a token runs the next step, for all of them.
 
     Args:
         model: target checkpoint: a folder of safetensors, a GGUF file, a hub id, or "demo".
@@ -65,7 +42,7 @@ class LLM:
 
     Raises:
         ValueError: an argument or a pair of checkpoints that cannot be served.
-        dflash.errors.DflashError: what is not the caller's argument: files, network, device.
+        dflash.errors.DflashError: what is not the caller's argument: files, network, device, memory.
     """
 
     def __init__(self, model: str, draft: str | None = None, **engine_args) -> None:
@@ -75,12 +52,20 @@ class LLM:
         self._start(args, engine, load_tokenizer(engine.model_dir))
 
     def _start(self, args: EngineArgs, engine: Engine, tokenizer: Any) -> None:
+        assert engine.model_dir is not None
         self.args = args
         self.core, self.facts = engine.core, engine.facts
         self.tokenizer = tokenizer
         self.statistics = Statistics()
+        self.metrics = Metrics(args.model, engine.facts.num_speculative_tokens)
+        self._monitor = Monitor(self.core, self.metrics)
+        self._default_params = default_sampling_params(engine.model_dir)
         self._engine = engine
-        self._live: dict[int, _Live] = {}
+        self._jobs: dict[int, Job] = {}  # by the number of each of their requests
+        self._lock = threading.RLock()
+        self._stepping = False
+        self._dropped: list[Job] = []  # while a step ran
+        self._worker = ThreadPoolExecutor(1, "dflash")  # steps on behalf of coroutines
 
     def without_draft(self) -> LLM:
         """An LLM on the same target weights, in the same memory, without the drafter."""
@@ -96,108 +81,189 @@ class LLM:
             messages, tokenize=False, add_generation_prompt=True
         )
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a request without parameters gets: the values of the model's generation_config.json."""
+        return self._default_params
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params = None,
+        callback: Callback | None = None,
     ) -> list[RequestOutput]:
         """Answers every prompt (text, or token ids), batched; results in the prompts' order.
 
         Text gets the tokenizer's special tokens unless it begins with its beginning-of-sequence token already.
+        A prompt that cannot be served, or whose detokeniser or callback fails, ends alone: its outputs have
+        the finish_reason "error" and the exception; the others go on.
+
+        Args:
+            prompts: one or many.
+            sampling_params: for all, or one each; None takes get_default_sampling_params().
+            callback: called with the prompt's number and each StreamChunk as it comes.
+
+        Raises:
+            ValueError: sampling_params that do not fit the prompts.
+            Exception: that of the first prompt, when every one failed.
         """
         many = _as_list(prompts)
-        lives = self._add_all(many, _params_for(many, sampling_params))
+        jobs = [
+            self._submit(*pair)
+            for pair in zip(many, self._params(many, sampling_params), strict=True)
+        ]
         try:
-            return [self._finish(live) for live in lives]
+            while not all(job.done for job in jobs):
+                self._step_for(next(job for job in jobs if not job.done))
+                self._call_back(jobs, callback)
+            self._call_back(jobs, callback)
         finally:
-            self._drop(lives)
+            self._drop(jobs)
+        if jobs and all(job.error is not None for job in jobs):
+            raise jobs[0].error  # pyright: ignore[reportGeneralTypeIssues]
+        return [job.finished for job in jobs]
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[StreamChunk]:
-        """Yields the answer as it is committed; closing the iterator aborts the request."""
-        lives = self._add_all([prompt], _params_for([prompt], sampling_params))
-        (live,) = lives
+        """Yields the answer as it is committed; closing the iterator aborts the request.
+
+        Raises:
+            Exception: why the request cannot be served, or what its detokeniser raised.
+        """
+        job = self._submit(prompt, *self._params([prompt], sampling_params))
         try:
-            while live.chunks or live.output is None:
-                if live.chunks:
-                    yield live.chunks.popleft()
+            while job.chunks or not job.done:
+                if job.chunks:
+                    yield job.chunks.popleft()
                 else:
-                    self._step(live)
+                    self._step_for(job)
+            job.raise_error()
         finally:
-            self._drop(lives)
+            self._drop([job])
 
-    def _finish(self, live: _Live) -> RequestOutput:
-        while live.output is None:
-            self._step(live)
-        return live.output
-
-    def _add_all(self, prompts: list[Prompt], params: list[SamplingParams]) -> list[_Live]:
-        """Queues all requests, or none when one is refused."""
-        added: list[_Live] = []
+    async def stream_async(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> AsyncIterator[StreamChunk]:
+        """`stream` for coroutines: any number of them share the batch, none blocks the event loop."""
+        (params,) = self._params([prompt], sampling_params)
+        run = asyncio.get_running_loop().run_in_executor
+        job = await run(self._worker, self._submit, prompt, params)
         try:
-            for prompt, param in zip(prompts, params, strict=True):
-                added.append(self._add(prompt, param))
-        except BaseException:
-            self._drop(added)
+            while job.chunks or not job.done:
+                if job.chunks:
+                    yield job.chunks.popleft()
+                else:
+                    await run(self._worker, self._step_for, job)
+            job.raise_error()
+        finally:
+            await run(self._worker, self._drop, [job])
+
+    def _params(self, prompts: Sequence[Prompt], params: Params) -> list[SamplingParams]:
+        """One for each prompt."""
+        if params is None or isinstance(params, SamplingParams):
+            return [params or self._default_params] * len(prompts)
+        if not isinstance(params, Sequence) or any(
+            not isinstance(p, SamplingParams) for p in params
+        ):
+            raise ValueError(
+                f"sampling_params: expected SamplingParams, one or one a prompt, got {params!r}"
+            )
+        if len(params) != len(prompts):
+            raise ValueError(
+                f"{len(params)} sampling_params for {len(prompts)} prompts: expected one each"
+            )
+        return list(params)
+
+    def _submit(self, prompt: Prompt, params: SamplingParams) -> Job:
+        """Queues a prompt's sequences; a refusal becomes the job's error."""
+        with self._lock:
+            job = Job(prompt, params, self.tokenizer)
+            try:
+                job.start(self.core)
+            except (ValueError, TypeError) as error:
+                logger.warning("a prompt cannot be served: %s", error)
+                self._fail(job, error)
+            for sequence in job.sequences:
+                self._jobs[sequence.request.request_id] = job
+            return job
+
+    def _step_for(self, job: Job) -> None:
+        """One engine step unless the job has news already; every job finds its own chunks."""
+        with self._lock:
+            if job.chunks or job.done:
+                return
+            self._stepping = True
+            try:
+                self._step()
+            finally:
+                self._stepping = False
+                self._drop(self._dropped)
+                self._dropped = []
+
+    def _step(self) -> None:
+        try:
+            new = self.core.step()
+        except BaseException as error:
+            self._step_failed(error)
             raise
-        return added
+        self._monitor.stepped(new)
+        for tokens in new:
+            self._deliver(self._jobs[tokens.request.request_id], tokens)
 
-    def _add(self, prompt: Prompt, params: SamplingParams) -> _Live:
-        request = self.core.add_request(self._token_ids(prompt), params)
-        text = prompt if isinstance(prompt, str) else None
-        live = _Live(request, text, Detokenizer(self.tokenizer, params.stop_strings))
-        self._live[request.request_id] = live
-        return live
+    def _deliver(self, job: Job, tokens) -> None:
+        if job.done:  # a sequence of a job that failed in this very step
+            return
+        try:
+            ended = job.take(tokens)
+        except Exception as error:
+            logger.warning("request %d failed: %s", tokens.request.request_id, error)
+            self._fail(job, error)
+            return
+        for sequence in ended:
+            assert sequence.output is not None
+            self.core.abort(sequence.request)
+            self._monitor.finished(sequence.request, sequence.output.finish_reason)
+        if job.done:
+            self.statistics.add(job.finished.statistics)
 
-    def _token_ids(self, prompt: Prompt) -> Sequence[int]:
-        if isinstance(prompt, str):
-            bos = self.tokenizer.bos_token
-            has_bos = bool(bos) and prompt.startswith(bos)
-            return self.tokenizer.encode(prompt, add_special_tokens=not has_bos)
-        if isinstance(prompt, Sequence):
-            return prompt
-        raise ValueError(f"a prompt must be text or a sequence of token ids, got {prompt!r}")
+    def _step_failed(self, error: BaseException) -> None:
+        """The requests of the batch are lost; those that still wait are not."""
+        for job in {id(job): job for job in self._jobs.values()}.values():
+            if any(s.request.finish_reason == "error" for s in job.sequences) and not job.done:
+                failure = DflashError(f"a step of the request's batch failed: {error!r}")
+                self._fail(job, failure)
 
-    def _drop(self, lives: list[_Live]) -> None:
-        """Forgets requests; those that have not finished end here."""
-        for live in lives:
-            self._live.pop(live.request.request_id, None)
-            self.core.abort(live.request)
+    def _fail(self, job: Job, error: Exception) -> None:
+        for sequence in job.fail(error):
+            self.core.abort(sequence.request, "error")
+            self._monitor.finished(sequence.request, "error")
 
-    def _step(self, waiting: _Live) -> None:
-        """One engine step; every request's owner finds its own chunks."""
-        if waiting.request.finish_reason == "abort":
-            raise RuntimeError("the request was aborted: a step of its batch failed")
-        for new in self.core.step():
-            live = self._live[new.request.request_id]
-            live.chunks.append(self._chunk(live, new))
+    def _drop(self, jobs: Sequence[Job]) -> None:
+        """Forgets jobs; sequences that have not finished end here."""
+        with self._lock:
+            if self._stepping:  # an iterator was garbage and collected in the middle of this thread's step
+                self._dropped += jobs
+                return
+            for job in jobs:
+                for sequence in job.sequences:
+                    self._jobs.pop(sequence.request.request_id, None)
+                    if sequence.output is None:
+                        self.core.abort(sequence.request)
+                        self._monitor.finished(sequence.request, "abort")
 
-    def _chunk(self, live: _Live, new: NewTokens) -> StreamChunk:
-        request, detokenizer = live.request, live.detokenizer
-        # The token that stopped the request is not part of the text.
-        shown = new.token_ids[:-1] if new.finish_reason == "stop" else new.token_ids
-        text = detokenizer.push(shown, last=new.finish_reason is not None)
-        if not detokenizer.stopped and new.finish_reason is None:
-            return StreamChunk(text, new.token_ids)
-        reason, tokens = new.finish_reason, new.token_ids
-        if detokenizer.stopped:
-            # A stop string may end inside an accepted run: what comes after it was never asked for.
-            cut = len(request.output_token_ids) - detokenizer.num_tokens
-            reason, tokens = "stop", tokens[: len(tokens) - cut]
-            del request.output_token_ids[detokenizer.num_tokens :]
-            request.statistics.num_output_tokens -= cut
-        self.core.abort(request)
-        self.statistics.add(request.statistics)
-        live.output = RequestOutput(
-            prompt=live.prompt,
-            prompt_token_ids=request.prompt_token_ids,
-            token_ids=request.output_token_ids,
-            text=detokenizer.text,
-            finish_reason=reason or "stop",
-            statistics=request.statistics,
-        )
-        return StreamChunk(text, tokens, live.output)
+    def _call_back(self, jobs: Sequence[Job], callback: Callback | None) -> None:
+        """Hands over and forgets what has come since the last call."""
+        for number, job in enumerate(jobs):
+            while job.chunks:
+                chunk = job.chunks.popleft()
+                if callback is None or job.error is not None:
+                    continue
+                try:
+                    callback(number, chunk)
+                except Exception as error:
+                    logger.warning("the callback of prompt %d failed: %s", number, error)
+                    with self._lock:
+                        self._fail(job, error)
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -221,19 +287,3 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if prompts and isinstance(prompts[0], int):
         return [prompts]  # pyright: ignore[reportReturnType]
     return list(prompts)  # pyright: ignore[reportReturnType]
-
-
-def _params_for(
-    prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * len(prompts)
-    if not isinstance(params, Sequence) or any(not isinstance(p, SamplingParams) for p in params):
-        raise ValueError(
-            f"sampling_params: expected SamplingParams, one or one a prompt, got {params!r}"
-        )
-    if len(params) != len(prompts):
-        raise ValueError(
-            f"{len(params)} sampling_params for {len(prompts)} prompts: expected one each"
-        )
-    return list(params)

@@ -4,43 +4,29 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from dflash.engine.kv_cache import BlockPool
-from dflash.engine.sampling_params import SamplingParams
-from dflash.engine.statistics import Statistics
-
-
-@dataclass
-class Request:
-    """One sequence on its way through the engine."""
-
-    request_id: int
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    max_tokens: int  # params.max_tokens within the model's length
-    row: int = -1  # state row, set at admission
-    blocks: list[int] = field(default_factory=list)  # set at admission
-    num_computed: int = 0  # prompt tokens whose K/V exist
-    output_token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    statistics: Statistics = field(default_factory=Statistics)
+from dflash.engine.kv_cache import ROOT_PREFIX, BlockPool
+from dflash.engine.request import PrefillChunk, Request
 
 
 @dataclass(frozen=True)
-class PrefillChunk:
-    request: Request
-    start: int
-    length: int
+class Schedule:
+    """The work of one step: prompt chunks, or one iteration of the running requests; never both."""
 
-    @property
-    def is_last(self) -> bool:
-        return self.start + self.length == len(self.request.prompt_token_ids)
+    admitted: list[Request]
+    chunks: list[PrefillChunk]
+    running: list[Request]
 
 
 class Scheduler:
-    """First come, first served. A request is admitted when a state row and all blocks it can ever need are free:
-    prompt, max_tokens and 2 * Q slots of lookahead (the verified block and the drafted one).
+    """First come, first served, over max_num_seqs state rows and the blocks of a pool.
+
+    A request is admitted when a row is free and the pool has blocks for the tokens it has and the slots that
+    its next iteration writes: s .. s + 2Q - 1 (the verified block and the drafted one). It grows block
+    by block; when the pool is empty, the request that came last gives everything back and waits again, before all that
+    came later: its tokens stay, their K/V are computed again. So the oldest request always advances, and
+    every request that fits alone ends.
     """
 
     def __init__(
@@ -52,18 +38,17 @@ class Scheduler:
     ) -> None:
         self.pool = pool
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.num_query_per_req = num_query_per_req
+        self.num_lookahead_slots = 2 * num_query_per_req
         self.waiting: deque[Request] = deque()
         self.prefilling: deque[Request] = deque()
         self.running: list[Request] = []
+        self.num_preemptions = 0
         self._free_rows = deque(range(max_num_seqs))
+        self._prefilled = False  # whether the last step was a prefill
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.prefilling or self.running)
-
-    def slots_for(self, prompt_len: int, max_tokens: int) -> int:
-        return prompt_len + max_tokens + 2 * self.num_query_per_req
 
     def add(self, request: Request) -> None:
         """Queues a request.
@@ -71,58 +56,134 @@ class Scheduler:
         Raises:
             ValueError: its blocks can never be free at once.
         """
-        slots = self.slots_for(len(request.prompt_token_ids), request.max_tokens)
+        prompt = len(request.prompt_token_ids)
+        slots = prompt + request.max_tokens + self.num_lookahead_slots
         needed, total = self.pool.blocks_for(slots), self.pool.num_blocks - 1
         if needed > total:
             raise ValueError(
-                f"a prompt of {len(request.prompt_token_ids)} tokens and max_tokens {request.max_tokens} "
+                f"a prompt of {prompt} tokens and max_tokens {request.max_tokens} "
                 f"need {needed} cache blocks of {self.pool.kv_block_size}; there are {total}: "
                 "lower max_tokens or raise gpu_memory_utilization"
             )
         self.waiting.append(request)
 
-    def admit(self) -> list[Request]:
-        """Moves waiting requests to prefill while rows and blocks last; returns the new ones."""
+    def schedule(self, prefill_budget: int | None = None) -> Schedule:
+        """The next step's work; prefill and iterations alternate while both have some.
+
+        Args:
+            prefill_budget: prompt tokens that may delay the running requests, within max_num_batched_tokens.
+        """
+        admitted = self._admit()
+        if self.prefilling and not (self._prefilled and self.running):
+            budget = self.max_num_batched_tokens
+            if self.running and prefill_budget is not None:
+                budget = max(1, min(budget, prefill_budget))
+            self._prefilled = True
+            return Schedule(admitted, self._chunks(budget), [])
+        self._prefilled = False
+        self._grow_running()
+        return Schedule([r for r in admitted if r.row >= 0], [], list(self.running))
+
+    def prefilled(self, chunk: PrefillChunk) -> None:
+        """Records that a chunk's K/V exist; a finished prompt starts to run."""
+        request, is_last = chunk.request, chunk.is_last
+        request.num_computed += chunk.length
+        self._publish(request)
+        if is_last:
+            self.prefilling.remove(request)
+            self.running.append(request)
+
+    def advanced(self, request: Request) -> None:
+        """Records that a request has new tokens: all but the last, the bonus, have K/V."""
+        request.num_computed = request.num_tokens - 1
+        self._publish(request)
+
+    def finish(self, request: Request, reason: str) -> None:
+        """Ends a request, wherever it is; its row and blocks are free at once."""
+        request.finish_reason = reason
+        for queue in (self.waiting, self.prefilling, self.running):
+            if request in queue:
+                queue.remove(request)
+        self._release(request)
+
+    def _admit(self) -> list[Request]:
         admitted = []
-        while self.waiting and self._free_rows:
-            request = self.waiting[0]
-            slots = self.slots_for(len(request.prompt_token_ids), request.max_tokens)
-            blocks = self.pool.allocate(slots)
-            if blocks is None:
-                break
-            self.waiting.popleft()
-            request.blocks, request.row = blocks, self._free_rows.popleft()
+        while self.waiting and self._free_rows and self._take_blocks(self.waiting[0]):
+            request = self.waiting.popleft()
+            request.row = self._free_rows.popleft()
             self.prefilling.append(request)
             admitted.append(request)
         return admitted
 
-    def next_prefill(self) -> list[PrefillChunk]:
+    def _take_blocks(self, request: Request) -> bool:
+        """Known blocks from the prefix cache, fresh ones for the rest; all or none."""
+        length = request.prefill_len
+        # At least one token is computed: its row proposes, and samples where nothing is known yet.
+        known = self.pool.match(request.tokens(0, length), length - 1)
+        self.pool.share(known.blocks)
+        total = self.pool.blocks_for(length + self.num_lookahead_slots)
+        fresh = self.pool.allocate(total - len(known.blocks))
+        if fresh is None:
+            self.pool.free(known.blocks)
+            return False
+        request.blocks = known.blocks + fresh
+        request.num_published, request.prefix_id = len(known.blocks), known.prefix_id
+        request.num_computed = len(known.blocks) * self.pool.kv_block_size
+        return True
+
+    def _chunks(self, budget: int) -> list[PrefillChunk]:
         """Chunks within the token budget; only the last one may be partial, and then it comes alone."""
-        budget, chunks = self.max_num_batched_tokens, []
+        chunks = []
         for request in self.prefilling:
-            length = len(request.prompt_token_ids) - request.num_computed
+            length = request.prefill_len - request.num_computed
             if length > budget:
                 if chunks:
                     break
                 length = budget
             chunks.append(PrefillChunk(request, request.num_computed, length))
             budget -= length
+            if budget == 0:
+                break
         return chunks
 
-    def prefilled(self, chunk: PrefillChunk) -> None:
-        """Records a chunk; a finished prompt starts to run."""
-        chunk.request.num_computed += chunk.length
-        if chunk.is_last:
-            self.prefilling.remove(chunk.request)
-            self.running.append(chunk.request)
+    def _grow_running(self) -> None:
+        """Every running request gets the blocks of its next iteration, the oldest first."""
+        self.running.sort(key=lambda request: request.request_id)
+        for request in list(self.running):
+            while request.row >= 0 and not self._grow(request):
+                self._preempt(self._latest())
 
-    def finish(self, request: Request, reason: str) -> None:
-        """Gives a request's row and blocks back."""
-        request.finish_reason = reason
-        for queue in (self.waiting, self.prefilling, self.running):
-            if request in queue:
-                queue.remove(request)
+    def _grow(self, request: Request) -> bool:
+        slots = request.num_computed + self.num_lookahead_slots
+        missing = self.pool.blocks_for(slots) - len(request.blocks)
+        if missing <= 0:
+            return True
+        blocks = self.pool.allocate(missing)
+        request.blocks += blocks or []
+        return blocks is not None
+
+    def _latest(self) -> Request:
+        return max((*self.running, *self.prefilling), key=lambda request: request.request_id)
+
+    def _preempt(self, request: Request) -> None:
+        queue = self.running if request in self.running else self.prefilling
+        queue.remove(request)
+        self._release(request)
+        self.waiting.appendleft(request)
+        self.num_preemptions += 1
+        request.statistics.num_preemptions += 1
+
+    def _release(self, request: Request) -> None:
         self.pool.free(request.blocks)
         if request.row >= 0:
             self._free_rows.append(request.row)
-        request.blocks, request.row = [], -1
+        request.row, request.blocks, request.num_computed = -1, [], 0
+        request.num_published, request.prefix_id = 0, ROOT_PREFIX
+
+    def _publish(self, request: Request) -> None:
+        """Full blocks whose positions are all < s enter the prefix cache; later ones hold scratch."""
+        size = self.pool.kv_block_size
+        for i in range(request.num_published, request.num_computed // size):
+            tokens = request.tokens(i * size, (i + 1) * size)
+            request.prefix_id = self.pool.publish(request.prefix_id, tokens, request.blocks[i])
+            request.num_published += 1

@@ -9,18 +9,24 @@ class Statistics:
     """What a request, or all of them, cost and how many drafts were accepted.
 
     A draft is one block proposed and verified; of the tokens it committed all but one count as accepted,
-    so that AL is tokens a step, also where a stop or the length cut the block. Times are wall seconds, summed
-    over requests; decode_seconds counts every iteration a request took part in.
+    so that AL is tokens a step, also where a stop or the length cut the block. num_cached_tokens are prompt tokens
+    found in the prefix cache; num_preemptions counts how often a request gave its blocks back and was computed
+    again. Times are wall seconds, summed over requests: queue_seconds and first_token_seconds from arrival,
+    decode_seconds over every iteration that a request took part in.
     """
 
     num_requests: int = 0
     num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    num_preemptions: int = 0
     num_steps: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    queue_seconds: float = 0.0
+    first_token_seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
 

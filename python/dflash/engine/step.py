@@ -14,10 +14,12 @@ import torch
 
 from dflash.attention.spec import AttentionBatch
 from dflash.engine.buffers import Batch, RequestState
+from dflash.engine.sampling import RawLogprobs, SamplingState, raw_logprobs
 from dflash.models.decoder import Taps
 from dflash.models.target import Target
 from dflash.ops.advance import advance
 from dflash.ops.build_verify import build_verify
+from dflash.ops.process_logits import process_logits
 from dflash.ops.rejection_sample import rejection_sample
 from dflash.speculators.dflash import DFlashSpeculator
 
@@ -28,7 +30,10 @@ class Flow:
 
     batch: Batch
     hidden: torch.Tensor | None = None
-    logits: torch.Tensor | None = None
+    positions: torch.Tensor | None = None  # of the rows that get logits
+    raw_logits: torch.Tensor | None = None
+    logits: torch.Tensor | None = None  # processed
+    logprobs: RawLogprobs | None = None
     draft_logits: torch.Tensor | None = None
 
 
@@ -54,6 +59,7 @@ class Step:
     target: Target
     speculator: DFlashSpeculator | None
     state: RequestState
+    sampling: SamplingState
     max_model_len: int
     vocab_size: int
     method: str
@@ -66,6 +72,7 @@ class Step:
         accept = [
             Part("logits", self.logits),
             Part("accept", self.accept),
+            Part("logprobs", self.logprobs),
             Part("advance", self.advance),
         ]
         observe, draft = [], []
@@ -77,21 +84,21 @@ class Step:
         self.sample_parts = [verify, *accept, *observe, *draft]
         self.observe_parts = [verify, Part("nothing sampled", self.skip_accept), *observe]
 
-    def decode(self, batch: Batch) -> None:
+    def decode(self, batch: Batch) -> Flow:
         """One iteration for requests that have a bonus token and, with a speculator, drafts."""
-        self._run(self.decode_parts, batch)
+        return self._run(self.decode_parts, batch)
 
-    def prefill(self, batch: Batch) -> None:
-        """Prompt rows. Finished prompts sample their first token and get drafts; others only observe."""
-        assert batch.logits_rows is not None
-        self._run(self.sample_parts if batch.logits_rows.numel() else self.observe_parts, batch)
+    def prefill(self, batch: Batch) -> Flow:
+        """Prompt rows. A finished prompt gets drafts and, unless it was resumed, a token; others only observe."""
+        return self._run(self.sample_parts if batch.variant.drafts else self.observe_parts, batch)
 
     @staticmethod
     @torch.inference_mode()
-    def _run(parts: list[Part], batch: Batch) -> None:
+    def _run(parts: list[Part], batch: Batch) -> Flow:
         flow = Flow(batch)
         for part in parts:
             part.run(flow)
+        return flow
 
     def rows(self, flow: Flow) -> None:
         """[bonus, d_1..d_N] of every request, from the state."""
@@ -126,50 +133,75 @@ class Step:
         flow.hidden = self.target.forward(batch.input_ids, attention, self.taps)
 
     def logits(self, flow: Flow) -> None:
-        """Logits of the rows that are sampled, divided by the request's temperature."""
-        batch = flow.batch
+        """Logits of the rows that are sampled, as the requests' parameters change them."""
+        batch, sampling = flow.batch, self.sampling
         hidden = flow.hidden
         assert hidden is not None
+        flow.positions = batch.positions
         if batch.logits_rows is not None:
             hidden = hidden.index_select(0, batch.logits_rows)
-        flow.logits = self.target.logits(hidden)
-        if not batch.all_greedy:
-            flow.logits = flow.logits.float().div_(self._row_temperatures(batch)[:, None])
-
-    def _row_temperatures(self, batch: Batch) -> torch.Tensor:
-        """float32 [n]; 1 where the request is greedy or padded."""
-        per_request = self.state.temperatures[batch.idx_mapping.clamp_min(0)]
-        per_request = torch.where(per_request > 0, per_request, 1.0)
-        if batch.logits_rows is None:
-            return per_request.repeat_interleave(batch.max_query_len)
-        row_reqs = torch.searchsorted(batch.query_start_loc, batch.logits_rows, right=True) - 1
-        return per_request[row_reqs]
+            flow.positions = batch.positions.index_select(0, batch.logits_rows)
+        flow.logits = flow.raw_logits = self.target.logits(hidden)
+        if not batch.variant.processes_logits:
+            return
+        in_place = batch.variant.num_logprobs is None and flow.logits.dtype == torch.float32
+        flow.logits = process_logits(
+            flow.raw_logits,
+            batch.logits_start_loc,
+            flow.positions,
+            batch.idx_mapping,
+            self.state.draft_tokens,
+            sampling.temperatures,
+            top_ks=sampling.top_ks,
+            top_ps=sampling.top_ps,
+            min_ps=sampling.min_ps,
+            repetition_penalties=sampling.repetition_penalties,
+            frequency_penalties=sampling.frequency_penalties,
+            presence_penalties=sampling.presence_penalties,
+            token_counts=sampling.token_counts,
+            logit_bias_ids=sampling.logit_bias_ids,
+            logit_bias=sampling.logit_bias,
+            min_seq_lens=sampling.min_seq_lens,
+            stop_token_ids=sampling.stop_token_ids,
+            vocab_size=self.vocab_size,
+            output=flow.raw_logits if in_place else None,
+        )
 
     def accept(self, flow: Flow) -> None:
         """The longest accepted prefix and the next token of every request."""
-        batch, state = flow.batch, self.state
-        assert flow.logits is not None
-        positions = batch.positions
-        if batch.logits_rows is not None:
-            positions = positions.index_select(0, batch.logits_rows)
+        batch, state, sampling = flow.batch, self.state, self.sampling
+        assert flow.logits is not None and flow.positions is not None
         rejection_sample(
             flow.logits,
             batch.logits_start_loc,
-            positions,
+            flow.positions,
             batch.idx_mapping,
             state.draft_tokens,
             state.num_draft_tokens,
             draft_logits=state.draft_logits,
-            temperatures=state.temperatures,
-            seeds=state.seeds,
+            temperatures=sampling.temperatures,
+            seeds=sampling.seeds,
             tokens_left=state.tokens_left,
-            stop_token_ids=state.stop_token_ids,
+            stop_token_ids=sampling.stop_token_ids,
             method=self.method,
             vocab_size=self.vocab_size,
             synthetic_rates=self.synthetic_rates,
             sampled_token_ids=batch.sampled_token_ids,
             num_sampled=batch.num_sampled,
             num_rejected=batch.num_rejected,
+        )
+
+    def logprobs(self, flow: Flow) -> None:
+        """Of the sampled tokens under the model's own distribution, for batches that ask."""
+        batch = flow.batch
+        if batch.variant.num_logprobs is None:
+            return
+        assert flow.raw_logits is not None
+        tokens = batch.sampled_token_ids
+        whose = batch.logits_reqs
+        sampled = tokens.flatten() if whose is None else tokens[:, 0].index_select(0, whose)
+        flow.logprobs = raw_logprobs(
+            flow.raw_logits[:, : self.vocab_size], sampled, batch.variant.num_logprobs
         )
 
     def skip_accept(self, flow: Flow) -> None:
@@ -184,13 +216,14 @@ class Step:
             batch.sampled_token_ids,
             batch.num_sampled,
             batch.idx_mapping,
-            stop_token_ids=state.stop_token_ids,
+            stop_token_ids=self.sampling.stop_token_ids,
             seq_lens=state.seq_lens,
             last_sampled=state.last_sampled,
             tokens_left=state.tokens_left,
             finished=state.finished,
             step=state.step,
             output_ring=state.output_ring,
+            token_counts=self.sampling.token_counts,
         )
 
     @property
@@ -211,4 +244,4 @@ class Step:
 
     def sample(self, flow: Flow) -> None:
         assert flow.draft_logits is not None
-        self._drafting.sample(flow.batch, flow.draft_logits, self.state)
+        self._drafting.sample(flow.batch, flow.draft_logits, self.state, self.sampling)

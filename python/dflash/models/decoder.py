@@ -41,6 +41,7 @@ class DecoderSettings:
 
     device: torch.device
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     kv_block_size: int
     max_model_len: int
     attention_backend: str = "auto"
@@ -50,7 +51,7 @@ class DecoderSettings:
 class Decoder:
     """Layers, final norm, RoPE table, K/V caches and attention backends of one model.
 
-    Layers with equal causality and window share one backend; caches are attached by the engine.
+    Layers with equal causality and window share one backend; caches are made last, from what memory is left.
     """
 
     def __init__(
@@ -65,8 +66,10 @@ class Decoder:
         self.layers = list(layers)
         self.norm = norm
         self.value_scale = value_scale
+        self.kv_dtype = settings.kv_dtype
         self.rope_table = cos_sin_cache(config.rope, settings.max_model_len, settings.device)
         self.caches: list[LayerCache] = []
+        self.cache_scales: torch.Tensor | None = None  # float32 [L], of fp8 caches: K's and V's
         self.backend_names: dict[LayerAttention, str] = {}
         self.backends: dict[LayerAttention, AttentionBackend] = {}
         for group in dict.fromkeys(config.layers):
@@ -82,7 +85,7 @@ class Decoder:
             num_kv_heads=self.config.num_kv_heads,
             head_dim=self.config.head_dim,
             dtype=settings.dtype,
-            kv_dtype=settings.dtype,
+            kv_dtype=settings.kv_dtype,
             causal=group.causal,
             window=group.window,
             query_shape=settings.query_shape,  # pyright: ignore[reportArgumentType]
@@ -90,14 +93,22 @@ class Decoder:
             has_sinks=self.layers[first].sinks is not None,
         )
 
-    def cache_shape(self, num_blocks: int, kv_block_size: int) -> tuple[int, ...]:
-        """Shape of all layers' K/V: [L, 2, num_blocks, kv_block_size, num_kv_heads, head_dim]."""
+    def cache_bytes(self, num_slots: int) -> int:
+        """Bytes of all layers' K/V."""
         heads, size = self.config.num_kv_heads, self.config.head_dim
-        return (self.config.num_layers, 2, num_blocks, kv_block_size, heads, size)
+        return self.config.num_layers * 2 * num_slots * heads * size * self.kv_dtype.itemsize
 
-    def attach_cache(self, storage: torch.Tensor) -> None:
-        """Uses `storage`, of `cache_shape`, as the K/V caches."""
-        self.caches = [LayerCache(layer[0], layer[1]) for layer in storage]
+    def allocate_cache(self, num_blocks: int, kv_block_size: int) -> None:
+        """Makes the K/V caches, [L, 2, num_blocks, kv_block_size, num_kv_heads, head_dim]."""
+        heads, size = self.config.num_kv_heads, self.config.head_dim
+        shape = (self.config.num_layers, 2, num_blocks, kv_block_size, heads, size)
+        device = self.norm.device
+        storage = torch.empty(shape, dtype=self.kv_dtype, device=device)
+        if self.kv_dtype == torch.float8_e4m3fn:
+            self.cache_scales = torch.ones(self.config.num_layers, device=device)
+        for i, layer in enumerate(storage):
+            scale = None if self.cache_scales is None else self.cache_scales[i : i + 1]
+            self.caches.append(LayerCache(layer[0], layer[1], scale, scale))
 
     def forward(
         self, residual: torch.Tensor, batch: AttentionBatch, taps: Taps | None = None
@@ -141,8 +152,8 @@ class Decoder:
             positions=batch.positions,
             slot_mapping=batch.slot_mapping,
             value_scale=self.value_scale,
-            k_scale=None,
-            v_scale=None,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
             query=query,
             key_cache=cache.key,
             value_cache=cache.value,

@@ -73,8 +73,8 @@ class Drafter:
             slot_mappings=[slot_mapping],
             layer_groups=[0] * config.num_layers,
             value_scale=self.config.value_scale,
-            k_scales=None,
-            v_scales=None,
+            k_scales=self.decoder.cache_scales,
+            v_scales=self.decoder.cache_scales,
             key_caches=[cache.key for cache in self.decoder.caches],
             value_caches=[cache.value for cache in self.decoder.caches],
         )

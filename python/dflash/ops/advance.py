@@ -18,6 +18,7 @@ class AdvancedState(NamedTuple):
     finished: torch.Tensor
     step: torch.Tensor
     output_ring: torch.Tensor
+    token_counts: torch.Tensor | None = None
 
 
 def advance(
@@ -31,6 +32,7 @@ def advance(
     finished: torch.Tensor,
     step: torch.Tensor,
     output_ring: torch.Tensor,
+    token_counts: torch.Tensor | None = None,
 ) -> None:
     """Commits what was sampled to the state, in place.
 
@@ -51,6 +53,8 @@ def advance(
         step: state, [1] int64: steps taken.
         output_ring: state, [ring, S, 3 + C] int64: step, num_sampled, finished, then tokens padded
             with -1; any strides over a contiguous last dimension.
+        token_counts: state, [S, V] int32, any row stride; [row, token] += 1 for each committed
+            token. Bit 31 is left to process_logits.
     """
     torch.ops.dflash.advance(
         sampled_token_ids,
@@ -63,6 +67,7 @@ def advance(
         finished,
         step,
         output_ring,
+        token_counts,
     )
 
 
@@ -78,6 +83,7 @@ def _(
     finished: torch.Tensor,
     step: torch.Tensor,
     output_ring: torch.Tensor,
+    token_counts: torch.Tensor | None = None,
 ) -> None:
     return None
 
@@ -93,10 +99,11 @@ def advance_reference(
     finished: torch.Tensor,
     step: torch.Tensor,
     output_ring: torch.Tensor,
+    token_counts: torch.Tensor | None = None,
 ) -> AdvancedState:
     """A new state by the same rules in plain Python; never serves."""
-    state = (seq_lens, last_sampled, tokens_left, finished, step, output_ring)
-    new = AdvancedState(*(tensor.clone() for tensor in state))
+    state = (seq_lens, last_sampled, tokens_left, finished, step, output_ring, token_counts)
+    new = AdvancedState(*(None if tensor is None else tensor.clone() for tensor in state))
     entry = new.output_ring[int(step) % len(output_ring)]
     for r, row in enumerate(idx_mapping.tolist()):
         if row < 0:
@@ -105,6 +112,8 @@ def advance_reference(
         if tokens:
             stops = set() if stop_token_ids is None else set(stop_token_ids[row].tolist()) - {-1}
             new.seq_lens[row] += len(tokens)
+            for token in tokens if new.token_counts is not None else ():
+                new.token_counts[row, token] += 1
             new.tokens_left[row] -= len(tokens)
             new.last_sampled[row] = tokens[-1]
             out_of_tokens = LENGTH if new.tokens_left[row] <= 0 else RUNNING

@@ -7,6 +7,7 @@ import torch
 
 from dflash.attention.spec import AttentionBatch
 from dflash.engine.buffers import Batch, RequestState
+from dflash.engine.sampling import SamplingState
 from dflash.models.drafter import Drafter
 from dflash.ops.build_query import build_query
 from dflash.ops.sample_draft import sample_draft
@@ -107,7 +108,9 @@ class DFlashSpeculator:
         sampled = hidden.index_select(0, b.sample_rows[: reqs * self.num_speculative_tokens])
         return self.drafter.logits(sampled)
 
-    def sample(self, batch: Batch, logits: torch.Tensor, state: RequestState) -> None:
+    def sample(
+        self, batch: Batch, logits: torch.Tensor, state: RequestState, sampling: SamplingState
+    ) -> None:
         """Writes draft tokens (and, when sampled, the logits they were drawn from) to the state."""
         b, config = self.buffers, self.drafter.config
         samples = batch.num_reqs * self.num_speculative_tokens
@@ -116,8 +119,8 @@ class DFlashSpeculator:
             logits,
             b.sample_positions[:samples],
             b.sample_idx_mapping[:samples],
-            temperatures=state.temperatures if gumbel else None,
-            seeds=state.seeds if gumbel else None,
+            temperatures=sampling.temperatures if gumbel else None,
+            seeds=sampling.seeds if gumbel else None,
             vocab_size=self.vocab_size,
             logit_scale=config.logit_scale,
             d2t=self.drafter.d2t,

@@ -23,6 +23,7 @@ void expect_kernel_equals_twin(const AdvanceBatch& batch) {
   EXPECT_EQ(host.finished, device.finished);
   EXPECT_EQ(host.step, device.step);
   EXPECT_EQ(host.output_ring, device.output_ring);
+  EXPECT_EQ(host.token_counts, device.token_counts);
 }
 
 TEST(AdvanceKernel, EqualsTwin) {
