@@ -183,7 +183,7 @@ def test_ctrl_c_prints_what_was_measured(run, monkeypatch, tmp_path):
     )  # fmt: skip
     assert (code, err.strip()) == (130, "")
     assert rows_of(out) == [("1", "without"), ("1", "with")]
-    assert "concurrency 1, with drafter: interrupted after 2 of 4 requests" in out
+    assert "concurrency 1, with drafter: cut off after 2 of 4 requests\ninterrupted: " in out
     assert all(llm.running == 0 for llm, *_ in fake.FakeLLM.made)
     figures = json.loads((tmp_path / "o.json").read_text())["figures"]
     assert figures["interrupted"] is True

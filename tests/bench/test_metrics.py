@@ -39,9 +39,11 @@ def test_one_request():
 def test_duration_spans_all_requests_and_acceptance_weighs_drafts():
     a = answered(0.0, [(1.0, 1), (4.0, 3)], [(2, 3)])
     b = answered(2.0, [(3.0, 1), (8.0, 1), (9.0, 1)], [(2, 1), (2, 1)])
+    b.output.statistics.num_cached_tokens, b.output.statistics.num_preemptions = 16, 1
     summary = summarize([a, b])
     assert summary.duration_seconds == pytest.approx(9.0)
     assert summary.tokens_per_second == pytest.approx(7 / 9)
+    assert (summary.num_cached_tokens, summary.num_preemptions) == (16, 1)
     assert summary.acceptance_length == pytest.approx(1 + 2 / 3)
     assert summary.acceptance_by_position == pytest.approx([1 / 3, 1 / 3])
 

@@ -11,7 +11,7 @@ import pytest
 from dflash.bench import facts
 from dflash.bench.load import ClosedLoop, PoissonArrivals, Record
 from dflash.bench.plot import draw, require_matplotlib, write_plot
-from dflash.bench.report import REPORT_WIDTH, figures_of, print_report, speedup
+from dflash.bench.report import REPORT_WIDTH, figures_of, print_report, speedup, title_of
 from dflash.bench.runner import Measurement
 from dflash.engine.statistics import Statistics
 from dflash.errors import DflashError
@@ -37,10 +37,23 @@ def levels(times, make=ClosedLoop, **arguments):
     ]
 
 
-def printed(measurements):
+def printed(measurements, interrupted=False):
     file = io.StringIO()
-    print_report(file, "the title", measurements)
+    print_report(file, "the title", measurements, interrupted)
     return file.getvalue()
+
+
+def test_the_title_says_what_was_run():
+    setup = {
+        "model": "m", "draft": "d", "num_speculative_tokens": 3, "num_prompts": 8, "dataset": "random",
+        "max_tokens": 9, "temperature": 0.6, "top_p": 0.95, "top_k": None, "dtype": "float32", "device": "cpu",
+        "threads": 1,
+    }  # fmt: skip
+    assert title_of(setup) == (
+        "m + d (N = 3) | 8 x random, max_tokens 9, temperature 0.6, top_p 0.95 | float32, cpu, 1 thread"
+    )
+    setup |= {"draft": None, "temperature": 0.0, "device": "cuda:0", "threads": None}
+    assert title_of(setup) == "m | 8 x random, max_tokens 9, greedy | float32, cuda:0"
 
 
 def test_one_row_a_level_and_side():
@@ -68,15 +81,17 @@ def test_the_table_fits_with_large_figures():
 def test_what_went_wrong_is_said():
     broken = measurement(ClosedLoop(2), True, 1.0, num_prompts=5)
     broken.records.append(Record(0.0, finished=1.0, error="ValueError: no [bold]room"))
-    text = printed([broken])
+    text = printed([broken], interrupted=True)
+    assert text.splitlines()[-1] == "interrupted: what is not in the table was not measured"
+    assert "interrupted" not in printed([broken])
     assert "concurrency 2, with drafter: 1 of 2 failed: ValueError: no [bold]room" in text
-    assert "concurrency 2, with drafter: interrupted after 2 of 5 requests" in text
+    assert "concurrency 2, with drafter: cut off after 2 of 5 requests" in text
 
 
 def test_nothing_finished():
     text = printed([Measurement(PoissonArrivals(0.5), False, 4)])
     assert "requests/s" in text
-    assert "interrupted after 0 of 4" in text
+    assert "cut off after 0 of 4" in text
 
 
 def test_a_speed_up_needs_both_sides_whole():

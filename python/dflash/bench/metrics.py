@@ -35,7 +35,9 @@ class Summary:
     first_error: str | None
     duration_seconds: float
     num_prompt_tokens: int
+    num_cached_tokens: int
     num_output_tokens: int
+    num_preemptions: int
     tokens_per_second: float
     requests_per_second: float
     ttft_ms: Spread | None
@@ -64,7 +66,9 @@ def summarize(records: Sequence[Record]) -> Summary:
         first_error=errors[0] if errors else None,
         duration_seconds=duration,
         num_prompt_tokens=sum(len(record.output.prompt_token_ids) for record in answered),
+        num_cached_tokens=statistics.num_cached_tokens,
         num_output_tokens=num_output_tokens,
+        num_preemptions=statistics.num_preemptions,
         tokens_per_second=num_output_tokens / duration if duration else 0.0,
         requests_per_second=len(answered) / duration if duration else 0.0,
         ttft_ms=spread([r.chunks[0][0] - r.arrival for r in answered if r.chunks]),
@@ -77,7 +81,7 @@ def summarize(records: Sequence[Record]) -> Summary:
 
 
 def total_statistics(records: Sequence[Record]) -> Statistics:
-    """Drafts and accepted tokens of all answered requests."""
+    """Of all answered requests."""
     total = Statistics()
     for record in records:
         if record.output is not None:

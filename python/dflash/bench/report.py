@@ -26,7 +26,9 @@ def title_of(setup: dict) -> str:
     pair = setup["model"]
     if setup["draft"]:
         pair += f" + {setup['draft']} (N = {setup['num_speculative_tokens']})"
-    sampling = f"temperature {setup['temperature']:g}" if setup["temperature"] else "greedy"
+    names = ("temperature", "top_p", "top_k")
+    sampling = ", ".join(f"{name} {setup[name]:g}" for name in names if setup[name] is not None)
+    sampling = sampling if setup["temperature"] else "greedy"
     threads = (
         f", {setup['threads']} thread{'s' * (setup['threads'] > 1)}" if setup["threads"] else ""
     )
@@ -71,7 +73,9 @@ def drafting(measurements: Sequence[Measurement]) -> Statistics:
     return total_statistics([r for m in measurements if m.with_draft for r in m.records])
 
 
-def print_report(file: TextIO, title: str, measurements: Sequence[Measurement]) -> None:
+def print_report(
+    file: TextIO, title: str, measurements: Sequence[Measurement], interrupted: bool = False
+) -> None:
     console = Console(file=file, width=MAX_TABLE_WIDTH, markup=False, highlight=False)
     console.print(title, style="bold", width=REPORT_WIDTH)
     console.print(_table(measurements))
@@ -81,7 +85,10 @@ def print_report(file: TextIO, title: str, measurements: Sequence[Measurement]) 
     if statistics.num_drafts:
         shares = " ".join(f"{share:.2f}" for share in statistics.acceptance_by_position)
         lines.insert(0, f"accepted by position: {shares} (AL {statistics.acceptance_length:.2f})")
-    for line in (*lines, *_troubles(measurements)):
+    lines += _troubles(measurements)
+    if interrupted:
+        lines.append("interrupted: what is not in the table was not measured")
+    for line in lines:
         console.print(line, width=REPORT_WIDTH)
 
 
@@ -128,5 +135,5 @@ def _troubles(measurements: Sequence[Measurement]) -> list[str]:
         if s.num_failed:
             lines.append(f"{m}: {s.num_failed} of {s.num_requests} failed: {s.first_error}")
         if not m.complete:
-            lines.append(f"{m}: interrupted after {s.num_requests} of {m.num_prompts} requests")
+            lines.append(f"{m}: cut off after {s.num_requests} of {m.num_prompts} requests")
     return lines

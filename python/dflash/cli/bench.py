@@ -272,7 +272,7 @@ def _report(
     from dflash.bench.report import figures_of, print_report, title_of
 
     title = title_of(setup)
-    print_report(sys.stdout, title, measurements)
+    print_report(sys.stdout, title, measurements, interrupted)
     if json_path is not None:
         write_results(json_path, figures_of(setup, measurements, interrupted), setup["device"])
     if plot_path is not None:

@@ -53,9 +53,7 @@ def generate(
     top_p: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Mass of the most likely tokens to keep.")
     ] = 1.0,
-    top_k: Annotated[
-        int, typer.Option(min=0, help="Most likely tokens to keep; 0 keeps all.")
-    ] = 0,
+    top_k: Annotated[int, typer.Option(min=0, help="Most likely tokens to keep; 0 keeps all.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
     compare: Annotated[
