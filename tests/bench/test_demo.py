@@ -9,7 +9,7 @@ from tests.cli.test_demo import dflash
 def test_the_demo_pair_under_load(tmp_path):
     done = dflash(
         "bench", "--num-prompts", "4", "--concurrency", "1,3", "--max-tokens", "12", "--warmup", "1",
-        "--num-speculative-tokens", "3", "--max-model-len", "1024", "--threads", "1",
+        "--num-speculative-tokens", "3", "--max-model-len", "1024", "--threads", "1", "--device", "cpu",
         "--json", tmp_path / "out.json", "--plot", tmp_path / "out.png",
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
