@@ -32,8 +32,16 @@ def test_streams_and_batches_interleave(llm, answers):
     other = [next(second)]
     chunks += list(first)
     other += list(second)
-    assert [t for c in chunks for t in c.token_ids] == answers[0] == chunks[-1].finished.outputs[0].token_ids
-    assert [t for c in other for t in c.token_ids] == answers[1] == other[-1].finished.outputs[0].token_ids
+    assert (
+        [t for c in chunks for t in c.token_ids]
+        == answers[0]
+        == chunks[-1].finished.outputs[0].token_ids
+    )
+    assert (
+        [t for c in other for t in c.token_ids]
+        == answers[1]
+        == other[-1].finished.outputs[0].token_ids
+    )
     assert idle(llm)
 
 
@@ -63,17 +71,33 @@ def test_a_failing_step_ends_its_batch_and_the_next_call_works(llm, answers, mon
 
 
 @pytest.mark.parametrize(
+    "prompt,message",
+    [
+        ([1.5, 2], "the prompt holds 1.5"),
+        (5, "a prompt must be text or a sequence of token ids, got 5"),
+        ([], "the prompt has no tokens"),
+        ([10**9], "token 1000000000 is outside the vocabulary"),
+        ([3] * 2000, "the prompt has 2000 tokens"),
+    ],
+)
+def test_a_bad_prompt_fails_alone(llm, prompt, message, answers):
+    good, bad, last = llm.generate([PROMPTS[0], prompt, PROMPTS[1]], greedy_params(NUM_TOKENS))
+    assert [o.outputs[0].token_ids for o in (good, last)] == answers[:2]
+    (output,) = bad.outputs
+    assert output.finish_reason == "error" and message in str(output.error)
+    with pytest.raises(ValueError, match=message):
+        list(llm.stream(prompt))
+    assert idle(llm)
+
+
+@pytest.mark.parametrize(
     "prompts,params,message",
     [
-        ([[1.5, 2]], None, "the prompt holds 1.5"),
-        ([[3], 5], None, "a prompt must be text or a sequence of token ids, got 5"),
-        ([[3], []], None, "the prompt has no tokens"),
-        ([[3], [10**9]], None, "token 1000000000 is outside the vocabulary"),
         ([[3]], {"max_tokens": 3}, "expected SamplingParams"),
         ([[3], [4]], [SamplingParams()], "1 sampling_params for 2 prompts"),
     ],
 )
-def test_bad_input_is_refused_and_leaves_nothing(llm, prompts, params, message):
+def test_sampling_params_that_do_not_fit_are_refused(llm, prompts, params, message):
     with pytest.raises(ValueError, match=message):
         llm.generate(prompts, params)
     assert idle(llm)
@@ -91,6 +115,23 @@ def test_bad_input_is_refused_and_leaves_nothing(llm, prompts, params, message):
         ({"temperature": -1.0}, "temperature must be 0"),
         ({"temperature": 1e-38}, "temperature must be 0"),
         ({"stop": ["a", ""]}, "stop must be non-empty strings"),
+        ({"n": 0}, "n must be >= 1"),
+        ({"min_tokens": 17}, r"min_tokens must be in 0..max_tokens \(16\), got 17"),
+        ({"top_p": 0.0}, r"top_p must be in \(0, 1\]"),
+        ({"top_p": "all"}, "top_p: expected a number"),
+        ({"top_k": -2}, "top_k must be >= 1, or 0 or -1"),
+        ({"top_k": 1.5}, "top_k: expected integers"),
+        ({"min_p": 1.1}, r"min_p must be in \[0, 1\]"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be > 0"),
+        ({"presence_penalty": 3}, r"presence_penalty must be in \[-2, 2\]"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty: expected a number"),
+        ({"logit_bias": {"a": 1.0}}, "logit_bias: expected integers"),
+        ({"logit_bias": {3: "b"}}, "logit_bias: expected numbers"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias has 1025 entries"),
+        ({"logprobs": 21}, r"logprobs must be in 0..20"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs is not supported: only generated tokens"),
+        ({"structured_outputs": {"json": {}}}, "structured_outputs is not supported"),
+        ({"use_beam_search": True}, "use_beam_search is not supported"),
     ],
 )
 def test_sampling_params_say_what_is_wrong(arguments, message):
@@ -112,8 +153,8 @@ def test_a_long_prompt_alternates_with_running_requests(target, draft, answers):
     tokens = list(next(stream).token_ids)
     other = llm.stream(PROMPTS[3], greedy_params(NUM_TOKENS))
     assert next(other).token_ids[0] == answers[3][0]
-    (live, _) = llm._jobs.values()
-    waiting = [t for chunk in live.chunks for t in chunk.token_ids]
+    (job, _) = llm._jobs.values()
+    waiting = [t for chunk in job.chunks for t in chunk.token_ids]
     assert waiting  # the first request went on between the chunks of the second's prompt
     assert tokens + waiting == answers[0][: len(tokens + waiting)]
     other.close()

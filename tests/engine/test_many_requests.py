@@ -48,7 +48,7 @@ SAMPLED = [
 ]
 PARAMS = {"greedy": GREEDY, "sampled": SAMPLED}
 
-SMALL_CACHE = {"num_gpu_blocks_override": 1 + 24, "kv_block_size": 8}
+SMALL_CACHE = {"num_gpu_blocks_override": 1 + 46, "kv_block_size": 4}
 ENGINES = {
     "all at once": {"max_num_seqs": NUM_REQUESTS},
     "chunks of 16": {"max_num_seqs": 16, "max_num_batched_tokens": 16},
@@ -93,11 +93,11 @@ def test_together_as_alone(name, params, drafted, target, draft, alone):
     assert tokens_of(outputs) == alone[params]
     scheduler = llm.core.scheduler
     if "preemption" in name:
-        assert scheduler.num_preemptions >= 50
+        assert scheduler.num_preemptions >= (50 if params == "greedy" else 30)
         assert llm.statistics.num_preemptions == scheduler.num_preemptions
     if "prefix cache" in name:
         hits = sum(output.usage.cached_tokens for output in outputs)
-        assert hits == llm.statistics.num_cached_tokens > 500
+        assert hits == llm.statistics.num_cached_tokens > 200
     assert scheduler.pool.num_free == scheduler.pool.num_blocks - 1
 
 
@@ -154,7 +154,7 @@ def test_aborting_some_changes_nothing_for_the_others(name, target, draft, alone
     for i, tokens in enumerate(asyncio.run(run())):
         expected = alone["greedy"][i]
         if i in closed:
-            assert 0 < len(tokens) and tokens == expected[: len(tokens)]
+            assert len(tokens) > 0 and tokens == expected[: len(tokens)]
         else:
             assert tokens == expected
     pool = llm.core.scheduler.pool

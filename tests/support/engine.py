@@ -60,8 +60,8 @@ class Recorder:
     def detach(self) -> None:
         self._speculator.sample = self._sample
 
-    def _record(self, batch, logits, state) -> None:
-        self._sample(batch, logits, state)
+    def _record(self, batch, logits, state, sampling) -> None:
+        self._sample(batch, logits, state, sampling)
         scheduler = self._core.scheduler
         owners = {r.row: r.request_id for r in (*scheduler.prefilling, *scheduler.running)}
         for row, count in zip(batch.idx_mapping.tolist(), batch.num_sampled.tolist(), strict=True):

@@ -72,7 +72,9 @@ def compare(
         num_runs=NUM_RUNS,
         num_tokens=len(outputs["draft"].outputs[0].token_ids),
         acceptance_length=outputs["draft"].statistics.acceptance_length,
-        first_difference=first_difference(outputs["plain"].outputs[0].token_ids, outputs["draft"].outputs[0].token_ids),
+        first_difference=first_difference(
+            outputs["plain"].outputs[0].token_ids, outputs["draft"].outputs[0].token_ids
+        ),
     )
 
 

@@ -204,8 +204,10 @@ class LLM:
         try:
             new = self.core.step()
         except BaseException as error:
-            self._step_failed(error)
-            raise
+            if not self._step_failed(error) or not isinstance(error, Exception):
+                raise
+            logger.exception("a step failed")
+            return
         self._monitor.stepped(new)
         for tokens in new:
             self._deliver(self._jobs[tokens.request.request_id], tokens)
@@ -226,12 +228,16 @@ class LLM:
         if job.done:
             self.statistics.add(job.finished.statistics)
 
-    def _step_failed(self, error: BaseException) -> None:
-        """The requests of the batch are lost; those that still wait are not."""
+    def _step_failed(self, error: BaseException) -> list[Job]:
+        """The jobs of the batch are lost, and get the error; those that still wait are not."""
+        lost = []
         for job in {id(job): job for job in self._jobs.values()}.values():
             if any(s.request.finish_reason == "error" for s in job.sequences) and not job.done:
                 failure = DflashError(f"a step of the request's batch failed: {error!r}")
+                failure.__cause__ = error
                 self._fail(job, failure)
+                lost.append(job)
+        return lost
 
     def _fail(self, job: Job, error: Exception) -> None:
         for sequence in job.fail(error):
@@ -241,7 +247,9 @@ class LLM:
     def _drop(self, jobs: Sequence[Job]) -> None:
         """Forgets jobs; sequences that have not finished end here."""
         with self._lock:
-            if self._stepping:  # an iterator was garbage and collected in the middle of this thread's step
+            if (
+                self._stepping
+            ):  # an iterator was garbage and collected in the middle of this thread's step
                 self._dropped += jobs
                 return
             for job in jobs:

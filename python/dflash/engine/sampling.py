@@ -74,7 +74,7 @@ class SamplingState:
         write(self.presence_penalties, [p.presence_penalty for p in params])
         write(self.min_seq_lens, [_min_seq_len(request) for request in requests])
         write(self.stop_token_ids, [_padded(ids, MAX_STOP_TOKEN_IDS) for ids in stop_token_ids])
-        self.logit_bias_ids[rows, 0] = -1
+        self.logit_bias_ids[rows] = -1
         for request in requests:
             self._admit_tables(request)
 
