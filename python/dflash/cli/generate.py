@@ -66,7 +66,7 @@ def generate(
 ) -> None:
     """Generate text from a prompt, and say how fast it came."""
     text = _read_prompt(prompt)
-    draft = _resolve_draft(model, draft)
+    draft = resolve_draft(model, draft)
     if compare and draft is None:
         raise ValueError("--compare needs a drafter: give --draft")
     if report_conflict():
@@ -118,7 +118,8 @@ def _read_prompt(prompt: str | None) -> str:
     return text
 
 
-def _resolve_draft(model: str, draft: str | None) -> str | None:
+def resolve_draft(model: str, draft: str | None) -> str | None:
+    """What --draft means, for every command; None: no drafter."""
     if draft is None:
         return DEMO if model == DEMO else None
     return None if draft.lower() == NO_DRAFT else draft

@@ -10,6 +10,7 @@ import traceback
 
 import typer
 
+from dflash.cli.bench import bench
 from dflash.cli.generate import generate
 from dflash.cli.info import info
 from dflash.errors import DflashError
@@ -27,6 +28,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain help: no flag is cut short at 80 columns
 )
 app.command()(generate)
+app.command()(bench)
 app.command()(info)
 
 

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measuring a served pair: prompts, load, figures, table and picture."""
