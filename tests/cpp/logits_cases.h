@@ -38,7 +38,10 @@ struct LogitsCase {
     const auto random = [&](int64_t low, int64_t high) {
       return low + static_cast<int64_t>(rng() % static_cast<uint64_t>(high - low));
     };
-    const auto token = [&] { return random(-1, rng() % 2 ? vocab + 1 : std::min<int64_t>(vocab, 5)); };
+    // Half of them among the first few, so that lists meet and repeat tokens.
+    const auto token = [&] {
+      return random(-1, rng() % 2 ? vocab + 1 : std::min<int64_t>(vocab, 5));
+    };
     start_loc.push_back(0);
     for (int64_t r = 0; r < reqs; ++r) {
       idx_mapping.push_back(r + 1 == reqs ? -1 : static_cast<int32_t>(reqs - r));
@@ -131,7 +134,9 @@ struct LogitsCase {
     std::vector<double> left;
     for (int64_t v = 0; v < vocab_size; ++v) {
       const double above_floor = min_ps[s] > 0.0f ? x[v] - max - std::log(min_ps[s]) : 1.0;
-      must[v] = above_floor > kGap ? Must::kKeep : above_floor < -kGap ? Must::kDrop : Must::kEither;
+      must[v] = above_floor > kGap    ? Must::kKeep
+                : above_floor < -kGap ? Must::kDrop
+                                      : Must::kEither;
       if (must[v] != Must::kDrop && x[v] > kNegativeInfinity) left.push_back(x[v]);
     }
     std::sort(left.begin(), left.end(), std::greater<double>());
