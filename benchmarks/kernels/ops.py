@@ -22,6 +22,7 @@ from dflash.ops.build_query import build_query
 from dflash.ops.build_verify import build_verify
 from dflash.ops.paged_attention import paged_attention, paged_attention_workspace_size
 from dflash.ops.precompute_context_kv import precompute_context_kv
+from dflash.ops.process_logits import process_logits
 from dflash.ops.qk_norm_rope_store import qk_norm_rope_store
 from dflash.ops.rejection_sample import rejection_sample
 from dflash.ops.sample_draft import sample_draft
@@ -92,6 +93,7 @@ def cases(reqs: int, context: int) -> list[Case]:
         *_elementwise(b, name),
         *_attention(b, f"{name}, context {context}"),
         *_integer(b, name),
+        *_processing(b, name),
         *_sampling(b, name),
     ]
 
@@ -206,6 +208,47 @@ def _integer(b: Batch, name: str) -> list[Case]:
         Case("build_verify", name, verify, b.rows * 32),
         Case("build_query", name, query, b.rows * 96),
         Case("advance", name, commit, b.reqs * (Q + 8) * 16),
+    ]
+
+
+def _processing(b: Batch, name: str) -> list[Case]:
+    """Qwen3's recommended settings, and penalties over a prompt and an answer of 1,000 tokens each."""
+    drafts = torch.randint(0, VOCAB, (b.reqs, N), **I64)
+
+    def of_all(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.full((b.reqs,), value, dtype=dtype, device=DEVICE)
+
+    qwen3 = {"top_ks": of_all(20, torch.int32), "top_ps": of_all(0.95)}
+    penalties = {
+        "repetition_penalties": of_all(1.05),
+        "frequency_penalties": of_all(0.1),
+        "presence_penalties": of_all(0.1),
+    }
+
+    def process(penalized: bool, **parameters: torch.Tensor):
+        logits = randn(b.rows, VOCAB)
+        output = torch.empty(b.rows, VOCAB, device=DEVICE)
+        temperatures = of_all(0.6)
+        if penalized:
+            counts = torch.zeros(b.reqs, VOCAB, **I32)
+            counts.scatter_(1, torch.randint(0, VOCAB, (b.reqs, 1000), **I64), 1)
+            counts.scatter_(1, torch.randint(0, VOCAB, (b.reqs, 1000), **I64), -(1 << 31))
+            parameters |= penalties | {"token_counts": counts}
+        return lambda: process_logits(
+            logits, b.query_start_loc, b.positions, b.idx_mapping, drafts, temperatures,
+            vocab_size=VOCAB, output=output, **parameters)  # fmt: skip
+
+    moved = (2 + 4) * b.rows * VOCAB
+    return [
+        Case("process_logits, temperature", name, lambda: process(False), moved),
+        Case("process_logits, Qwen3", name, lambda: process(False, **qwen3), moved),
+        Case("process_logits, top_p", name, lambda: process(False, top_ps=of_all(0.95)), moved),
+        Case(
+            "process_logits, + penalties",
+            name,
+            lambda: process(True, **qwen3),
+            moved + 4 * b.reqs * VOCAB,
+        ),
     ]
 
 

@@ -75,7 +75,8 @@ DFLASH_CPU_CLONES float row_max(const LogitsRow& row, int64_t vocab_size) {
 }
 
 // What decides how much is kept: x is kept where the strictly larger kept logits weigh less than
-// the target. top_k weighs each 1, top_p weighs it exp(x - max) with a share of the whole as target.
+// the target. top_k weighs each 1 and has k as target, top_p weighs it exp(x - max) and has a share
+// of the whole.
 struct Cut {
   bool by_mass;
   double amount;  // k, or p

@@ -303,3 +303,197 @@ def test_stop_tokens_wait_for_min_seq_len(device):
             stop_token_ids=stop_token_ids,
         )
         assert row.tolist() == [[0.0, 1.0, -torch.inf if banned else 2.0]]
+
+
+def qwen3_batch(num_rows=4, vocab_size=151936):
+    """Rows like a language model's, and the ids of a prompt of 40 tokens and an answer of 60."""
+    rng = torch.Generator().manual_seed(3)
+    logits = torch.randn(num_rows, vocab_size, generator=rng) * 3
+    peaks = torch.randint(0, vocab_size, (num_rows, 100), generator=rng)
+    logits.scatter_(1, peaks, 12 + torch.randn(num_rows, 100, generator=rng) * 4)
+    ids = torch.where(
+        torch.rand(num_rows, 100, generator=rng) < 0.5,
+        peaks,
+        torch.randint(0, vocab_size, (num_rows, 100), generator=rng),
+    )
+    ids[:, 50:60] = ids[:, 45:46]
+    return logits, ids
+
+
+def counts_of(ids, prompt_len, vocab_size):
+    counts = torch.zeros(len(ids), vocab_size, dtype=torch.int32)
+    counts.scatter_add_(1, ids[:, prompt_len:], torch.ones_like(ids[:, prompt_len:]).int())
+    in_prompt = torch.zeros(len(ids), vocab_size, dtype=torch.bool)
+    in_prompt.scatter_(1, ids[:, :prompt_len], True)
+    return counts | in_prompt.int() * IN_PROMPT
+
+
+def process_rows(device, logits, temperature=1.0, **parameters):
+    """A request of one row for each row; scalar parameters are those of every request."""
+    num_rows = len(logits)
+    values = {
+        name: value
+        if isinstance(value, torch.Tensor)
+        else torch.full((num_rows,), value, dtype=torch.int32 if name == "top_ks" else None)
+        for name, value in parameters.items()
+    }
+    return process_logits(
+        logits.to(device),
+        torch.arange(num_rows + 1, dtype=torch.int32, device=device),
+        torch.arange(num_rows, device=device),
+        torch.arange(num_rows, dtype=torch.int32, device=device),
+        torch.zeros(num_rows, 0, dtype=torch.int64, device=device),
+        torch.full((num_rows,), temperature, device=device),
+        **to_device(device, values),
+    ).cpu()
+
+
+def assert_agrees(actual, expected, mass):
+    """Equal values; tokens that only one of them keeps weigh no more than `mass`."""
+    both = (actual > -torch.inf) & (expected > -torch.inf)
+    torch.testing.assert_close(actual[both], expected[both], rtol=1e-6, atol=1e-6)
+    one = (actual > -torch.inf) ^ (expected > -torch.inf)
+    probabilities = torch.maximum(actual, expected).double().softmax(-1)
+    assert (probabilities * one).sum(-1).max() <= mass
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "chain",
+    ["temperature", "top_k", "top_p", "min_p", "repetition", "qwen3", "qwen3 + repetition"],
+)
+def test_agrees_with_transformers(device, chain):
+    import transformers as hf
+
+    logits, ids = qwen3_batch()
+    repetition = hf.RepetitionPenaltyLogitsProcessor(1.3)
+    penalized = {
+        "repetition_penalties": 1.3,
+        "token_counts": counts_of(ids, 40, logits.shape[1]),
+    }
+    qwen3 = [hf.TemperatureLogitsWarper(0.6), hf.TopKLogitsWarper(20), hf.TopPLogitsWarper(0.95)]
+    processors, parameters, mass = {
+        "temperature": ([hf.TemperatureLogitsWarper(0.6)], {"temperature": 0.6}, 0.0),
+        "top_k": ([hf.TopKLogitsWarper(20)], {"top_ks": 20}, 0.0),
+        # transformers sums the mass of the whole vocabulary in float32.
+        "top_p": ([hf.TopPLogitsWarper(0.95)], {"top_ps": 0.95}, 1e-4),
+        "min_p": ([hf.MinPLogitsWarper(0.02)], {"min_ps": 0.02}, 0.0),
+        "repetition": ([repetition], penalized, 0.0),
+        "qwen3": (qwen3, {"temperature": 0.6, "top_ks": 20, "top_ps": 0.95}, 0.0),
+        "qwen3 + repetition": (
+            [repetition, *qwen3],
+            {"temperature": 0.6, "top_ks": 20, "top_ps": 0.95, **penalized},
+            0.0,
+        ),
+    }[chain]
+    expected = logits.clone()
+    for processor in processors:
+        expected = processor(ids, expected)
+    assert_agrees(process_rows(device, logits, **parameters), expected, mass)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_frequency_and_presence_are_their_formula(device):
+    logits, ids = qwen3_batch()
+    counts = torch.zeros_like(logits).scatter_add_(1, ids[:, 40:], torch.ones(len(ids), 60))
+    actual = process_rows(
+        device,
+        logits,
+        temperature=0.0,
+        frequency_penalties=0.3,
+        presence_penalties=0.7,
+        token_counts=counts_of(ids, 40, logits.shape[1]),
+    )
+    expected = logits - 0.3 * counts - 0.7 * (counts > 0)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_behind_2_to_the_31_elements(device):
+    stride, vocab_size = 2**31 + 64, 8
+    rows = torch.empty(stride + vocab_size, dtype=torch.float16, device=device)
+    logits = rows.as_strided((2, vocab_size), (stride, 1))
+    logits.copy_(torch.arange(16).view(2, vocab_size))
+    columns = torch.empty(stride + vocab_size, dtype=torch.float32, device=device)
+    output = columns.as_strided((2, vocab_size), (stride, 1))
+    process_logits(
+        logits,
+        torch.tensor([0, 1, 2], dtype=torch.int32, device=device),
+        torch.tensor([4, 9], device=device),
+        torch.tensor([0, 1], dtype=torch.int32, device=device),
+        torch.zeros(2, 0, dtype=torch.int64, device=device),
+        torch.tensor([0.0, 2.0], device=device),
+        top_ks=torch.tensor([2, 2], dtype=torch.int32, device=device),
+        output=output,
+    )
+    dropped = [-torch.inf] * 6
+    assert output.tolist() == [list(range(8)), [*dropped, 7.0, 7.5]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_empty_batches(device):
+    case = make_case(5, num_rows=[])
+    case["logits"], case["logits_positions"] = case["logits"][:0], case["logits_positions"][:0]
+    assert process_logits(**to_device(device, case)).shape == (0, 5)
+    check(device, make_case(5, num_rows=[0, 0]))
+
+
+def arguments(**change):
+    """Valid arguments, with some changed."""
+    case = make_case(5) | change
+    return {name: value for name, value in case.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"vocab_size": 0}, r"vocab_size: expected 1 to 5 \(the columns of logits\), got 0"),
+        ({"vocab_size": 6}, r"vocab_size: expected 1 to 5 \(the columns of logits\), got 6"),
+        ({"token_counts": None}, "token_counts: required by penalties"),
+        ({"logit_bias": None}, "logit_bias: expected together with logit_bias_ids"),
+        ({"logit_bias_ids": None}, "logit_bias: expected together with logit_bias_ids"),
+        ({"stop_token_ids": None}, "stop_token_ids: required by min_seq_lens"),
+    ],
+)
+def test_value_errors(change, message):
+    with pytest.raises(ValueError, match=message):
+        process_logits(**arguments(**change))
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"logits": torch.zeros(14, 5, dtype=torch.int32)}, "logits: expected float32, float16 or"),
+        ({"logits": torch.zeros(5, 14).t()}, "logits: the last dimension must be contiguous"),
+        ({"output": torch.zeros(14, 4)}, "output: expected at least vocab_size = 5 columns, got 4"),
+        ({"output": torch.zeros(14, 5).half()}, "output: expected float32, got float16"),
+        ({"output": torch.zeros(3, 5)}, r"output: expected shape \[14, \*\], got \[3, 5\]"),
+        ({"logits_start_loc": torch.zeros(5).int()}, r"logits_start_loc: expected shape \[6\]"),
+        ({"logits_positions": torch.zeros(14).int()}, "logits_positions: expected int64"),
+        ({"draft_tokens": torch.zeros(6, 3).long()}, r"draft_tokens: expected shape \[7, \*\]"),
+        ({"top_ks": torch.zeros(7).long()}, "top_ks: expected int32, got int64"),
+        ({"top_ps": torch.zeros(6)}, r"top_ps: expected shape \[7\], got \[6\]"),
+        ({"min_ps": torch.zeros(7).half()}, "min_ps: expected float32, got float16"),
+        (
+            {"token_counts": torch.zeros(7, 4).int()},
+            "token_counts: expected at least vocab_size = 5 columns, got 4",
+        ),
+        ({"logit_bias": torch.zeros(7, 3)}, r"logit_bias: expected shape \[7, 4\], got \[7, 3\]"),
+        ({"min_seq_lens": torch.zeros(7).int()}, "min_seq_lens: expected int64, got int32"),
+        ({"stop_token_ids": torch.zeros(2, 2).long()}, r"stop_token_ids: expected shape \[7, \*\]"),
+    ],
+)
+def test_runtime_errors(change, message):
+    with pytest.raises(RuntimeError, match=message):
+        process_logits(**arguments(**change))
+
+
+@pytest.mark.parametrize("names", ["temperature", "all"])
+def test_opcheck(names):
+    case = only(make_case(9), PROCESSORS[names])
+    values = [
+        case.get(argument.name)
+        for argument in torch.ops.dflash.process_logits.default._schema.arguments
+    ]
+    values[-1] = torch.zeros(case["logits"].shape)
+    torch.library.opcheck(torch.ops.dflash.process_logits.default, tuple(values))
