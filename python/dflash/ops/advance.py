@@ -102,8 +102,9 @@ def advance_reference(
     token_counts: torch.Tensor | None = None,
 ) -> AdvancedState:
     """A new state by the same rules in plain Python; never serves."""
-    state = (seq_lens, last_sampled, tokens_left, finished, step, output_ring, token_counts)
-    new = AdvancedState(*(None if tensor is None else tensor.clone() for tensor in state))
+    state = (seq_lens, last_sampled, tokens_left, finished, step, output_ring)
+    counts = None if token_counts is None else token_counts.clone()
+    new = AdvancedState(*(tensor.clone() for tensor in state), token_counts=counts)
     entry = new.output_ring[int(step) % len(output_ring)]
     for r, row in enumerate(idx_mapping.tolist()):
         if row < 0:
@@ -112,8 +113,9 @@ def advance_reference(
         if tokens:
             stops = set() if stop_token_ids is None else set(stop_token_ids[row].tolist()) - {-1}
             new.seq_lens[row] += len(tokens)
-            for token in tokens if new.token_counts is not None else ():
-                new.token_counts[row, token] += 1
+            if counts is not None:
+                for token in tokens:
+                    counts[row, token] += 1
             new.tokens_left[row] -= len(tokens)
             new.last_sampled[row] = tokens[-1]
             out_of_tokens = LENGTH if new.tokens_left[row] <= 0 else RUNNING
