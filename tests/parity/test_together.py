@@ -16,13 +16,13 @@ from tests.support.engine import greedy_params
 pytestmark = pytest.mark.slow
 
 NUM_REQUESTS = 100
-NUM_TOKENS = 24
+NUM_TOKENS = 16
 PARAMS = greedy_params(NUM_TOKENS)
 ENGINES = {
     "all at once": {"max_num_seqs": NUM_REQUESTS},
     "chunks of 16": {"max_num_seqs": NUM_REQUESTS, "max_num_batched_tokens": 16},
     "prefix cache": {"max_num_seqs": 16, "enable_prefix_caching": True},
-    "preemption": {"max_num_seqs": 64, "num_gpu_blocks_override": 1 + 160},
+    "preemption": {"max_num_seqs": 64, "num_gpu_blocks_override": 1 + 360, "kv_block_size": 4},
 }
 
 
