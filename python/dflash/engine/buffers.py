@@ -9,8 +9,17 @@ from dataclasses import dataclass
 import torch
 
 from dflash.engine.request import PrefillChunk, Request
+from dflash.engine.staging import RequestTable, copy_to, to_device
 
 OUTPUT_RING = 4
+BUCKET_STEP = 8
+"""Batches are padded to 1, 2, 4 or a multiple of this many requests; padded rows cost what live ones do."""
+
+
+def request_buckets(max_reqs: int) -> list[int]:
+    """Numbers of requests that get a graph, ascending: 1, 2, 4, 8, 16, 24, ... and max_reqs."""
+    steps = range(BUCKET_STEP, max_reqs, BUCKET_STEP)
+    return sorted({b for b in (1, 2, 4, *steps, max_reqs) if b <= max_reqs})
 
 
 @dataclass(frozen=True)
@@ -30,6 +39,7 @@ class RequestState:
     finished: torch.Tensor  # int32 [S]: 0 running, 1 stop token, 2 length
     step: torch.Tensor  # int64 [1]
     output_ring: torch.Tensor  # int64 [OUTPUT_RING, S, 3 + N + 1]
+    host_ring: torch.Tensor  # the same for the host to read: pinned, or output_ring itself
 
     @classmethod
     def allocate(
@@ -45,6 +55,8 @@ class RequestState:
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
+        ring = zeros(OUTPUT_RING, max_reqs, n + 4, dtype=torch.int64)
+        on_gpu = device.type == "cuda"
         return cls(
             seq_lens=zeros(max_reqs, dtype=torch.int32),
             last_sampled=zeros(max_reqs, dtype=torch.int64),
@@ -57,7 +69,10 @@ class RequestState:
             tokens_left=zeros(max_reqs, dtype=torch.int32),
             finished=zeros(max_reqs, dtype=torch.int32),
             step=zeros(1, dtype=torch.int64),
-            output_ring=zeros(OUTPUT_RING, max_reqs, n + 4, dtype=torch.int64),
+            output_ring=ring,
+            host_ring=torch.empty(ring.shape, dtype=ring.dtype, pin_memory=True)
+            if on_gpu
+            else ring,
         )
 
     def admit(self, requests: Sequence[Request]) -> None:
@@ -66,10 +81,10 @@ class RequestState:
         s starts one before a new prompt's end, since its prefill commits one token, and at the bonus
         of a resumed request.
         """
-        rows = torch.tensor([request.row for request in requests], device=self.step.device)
+        rows = to_device([request.row for request in requests], torch.int64, self.step.device)
 
         def write(table: torch.Tensor, values: list) -> None:
-            table[rows] = torch.tensor(values, dtype=table.dtype).to(table.device)
+            table[rows] = to_device(values, table.dtype, table.device)
 
         bonus = [r.output_token_ids[-1] if r.is_resumed else 0 for r in requests]
         write(self.seq_lens, [r.num_tokens - 1 for r in requests])
@@ -142,11 +157,8 @@ class BatchBuffers:
 
         self.num_query_per_req = num_speculative_tokens + 1
         self.kv_block_size = kv_block_size
-        self.idx_mapping = zeros(max_reqs, dtype=torch.int32)
-        self.block_table = zeros(max_reqs, max_blocks, dtype=torch.int32)
-        # The host's copy by state row: a step sends the rows of its batch.
-        self._block_rows = torch.zeros(max_reqs, max_blocks, dtype=torch.int32)
-        self._num_blocks = [0] * max_reqs
+        self.requests = RequestTable(max_reqs, max_blocks, device)
+        self.idx_mapping, self.block_table = self.requests.idx_mapping, self.requests.block_table
         self.input_ids = zeros(max_rows)
         self.positions = zeros(max_rows)
         self.slot_mapping = zeros(max_rows)
@@ -162,24 +174,23 @@ class BatchBuffers:
     def admit(self, requests: Sequence[Request]) -> None:
         """Forgets the blocks of a row's last owner."""
         for request in requests:
-            self._block_rows[request.row].zero_()
-            self._num_blocks[request.row] = 0
+            self.requests.reset(request.row)
 
-    def decode(self, requests: Sequence[Request]) -> Batch:
-        """A verify batch: Q rows a request, built on the device by build_verify."""
-        self._set_requests(requests)
-        rows = len(requests) * self.num_query_per_req
-        return self._batch(
-            len(requests),
-            rows,
-            self.num_query_per_req,
-            Variant.of(requests),
-        )
+    def decode(self, requests: Sequence[Request], bucket: int | None = None) -> Batch:
+        """A verify batch: Q rows a request, built on the device by build_verify; padded to `bucket` requests."""
+        bucket = bucket or len(requests)
+        self.requests.send(requests, bucket)
+        return self.verify_batch(bucket, Variant.of(requests))
+
+    def verify_batch(self, num_reqs: int, variant: Variant) -> Batch:
+        """The arrays of a verify batch of any requests."""
+        rows = num_reqs * self.num_query_per_req
+        return self._batch(num_reqs, rows, self.num_query_per_req, variant)
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> Batch:
         """A prompt batch; the last row of a chunk that samples gets logits."""
         requests = [chunk.request for chunk in chunks]
-        self._set_requests(requests)
+        self.requests.send(requests, len(requests))
         ids, positions, slots, ends, sample_rows = [], [], [], [0], []
         for chunk in chunks:
             where = range(chunk.start, chunk.start + chunk.length)
@@ -189,14 +200,14 @@ class BatchBuffers:
             ends.append(len(ids))
             sample_rows += [len(ids) - 1] if chunk.samples else []
         samples = [chunk.samples for chunk in chunks]
-        _copy(self.input_ids, ids)
-        _copy(self.positions, positions)
-        _copy(self.slot_mapping, slots)
-        _copy(self.query_start_loc, ends)
-        _copy(self.seq_lens, [chunk.start + chunk.length for chunk in chunks])
-        _copy(self.logits_rows, sample_rows)
-        _copy(self.logits_reqs, [r for r, sample in enumerate(samples) if sample])
-        _copy(self.logits_start_loc, [sum(samples[:r]) for r in range(len(samples) + 1)])
+        copy_to(self.input_ids, ids)
+        copy_to(self.positions, positions)
+        copy_to(self.slot_mapping, slots)
+        copy_to(self.query_start_loc, ends)
+        copy_to(self.seq_lens, [chunk.start + chunk.length for chunk in chunks])
+        copy_to(self.logits_rows, sample_rows)
+        copy_to(self.logits_reqs, [r for r, sample in enumerate(samples) if sample])
+        copy_to(self.logits_start_loc, [sum(samples[:r]) for r in range(len(samples) + 1)])
         return self._batch(
             len(chunks),
             len(ids),
@@ -208,17 +219,6 @@ class BatchBuffers:
     def _slot(self, blocks: list[int], position: int) -> int:
         block, offset = divmod(position, self.kv_block_size)
         return blocks[block] * self.kv_block_size + offset
-
-    def _set_requests(self, requests: Sequence[Request]) -> None:
-        rows = [request.row for request in requests]
-        for request in requests:
-            known, blocks = self._num_blocks[request.row], request.blocks
-            if known < len(blocks):
-                new = torch.tensor(blocks[known:], dtype=torch.int32)
-                self._block_rows[request.row, known : len(blocks)] = new
-                self._num_blocks[request.row] = len(blocks)
-        _copy(self.idx_mapping, rows)
-        self.block_table[: len(rows)].copy_(self._block_rows[torch.tensor(rows)])
 
     def _batch(
         self,
@@ -251,9 +251,3 @@ class BatchBuffers:
             num_sampled=self.num_sampled[:reqs],
             num_rejected=self.num_rejected[:reqs],
         )
-
-
-def _copy(buffer: torch.Tensor, values: list) -> None:
-    """The leading part of a device buffer from host values."""
-    if values:
-        buffer[: len(values)].copy_(torch.tensor(values, dtype=buffer.dtype))

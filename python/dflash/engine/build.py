@@ -14,6 +14,7 @@ from dflash.checkpoints.weights import TargetWeights, check_pair, load_draft, lo
 from dflash.engine.args import DTYPES, EngineArgs, cache_dtype, resolve_device
 from dflash.engine.buffers import BatchBuffers, RequestState
 from dflash.engine.core import Core
+from dflash.engine.graphs import GraphRunner
 from dflash.engine.kv_cache import BlockPool
 from dflash.engine.memory import (
     MemoryProfile,
@@ -124,8 +125,6 @@ def _log_facts(facts: EngineFacts, args: EngineArgs) -> None:
         args.kv_block_size, gib(facts.cache_bytes), facts.num_blocks * args.kv_block_size,
         facts.attention_backends,
     )  # fmt: skip
-    if not args.enforce_eager and facts.device.type == "cuda":
-        log_once("the step runs eagerly: it is not captured in CUDA graphs yet", logging.INFO)
 
 
 def _max_model_len(
@@ -192,8 +191,10 @@ def assemble(
     device, max_model_len = settings.device, settings.max_model_len
     num_query_per_req = n + 1
     max_rows = max(args.max_num_batched_tokens, args.max_num_seqs * num_query_per_req)
-    # The verified block and the drafted one may reach past max_model_len: columns, never blocks.
-    max_blocks = -(-(max_model_len + 2 * num_query_per_req) // args.kv_block_size)
+    num_steps_ahead = 1 if device.type == "cuda" else 0
+    # Blocks in flight may reach past max_model_len: columns, never blocks.
+    lookahead = (2 + num_steps_ahead) * num_query_per_req
+    max_blocks = -(-(max_model_len + lookahead) // args.kv_block_size)
     vocab_size = min(target.config.decoder.vocab_size, target.lm_head.shape[0])
     gumbel = drafter is not None and args.draft_sample_method == "gumbel"
     state = RequestState.allocate(
@@ -220,13 +221,15 @@ def assemble(
         args.max_num_seqs,
         args.max_num_batched_tokens,
         num_query_per_req,
+        num_steps_ahead,
     )
     target_ms = args.inter_token_latency_target_ms
     pacer = PrefillPacer(
         None if target_ms is None else target_ms / 1e3, args.max_num_batched_tokens
     )
+    runner = GraphRunner(step, buffers, args.max_num_seqs, args.enforce_eager)
     core = Core(
-        step, buffers, scheduler, pacer, max_model_len, vocab_size,
+        runner, scheduler, pacer, max_model_len, vocab_size,
         target.config.eos_token_ids, args.seed,
     )  # fmt: skip
     names = {"target": _backends(target)} | ({"draft": _backends(drafter)} if drafter else {})

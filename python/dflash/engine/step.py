@@ -7,7 +7,7 @@ same parts on prompt rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +22,8 @@ from dflash.ops.build_verify import build_verify
 from dflash.ops.process_logits import process_logits
 from dflash.ops.rejection_sample import rejection_sample
 from dflash.speculators.dflash import DFlashSpeculator
+
+LOGPROBS_REASON = "only batches that ask for logprobs run it"
 
 
 @dataclass
@@ -44,6 +46,12 @@ class Part:
     name: str
     run: Callable[[Flow], None]
     eager_reason: str | None = None
+
+
+def run_parts(parts: Sequence[Part], flow: Flow) -> Flow:
+    for part in parts:
+        part.run(flow)
+    return flow
 
 
 @dataclass
@@ -72,7 +80,6 @@ class Step:
         accept = [
             Part("logits", self.logits),
             Part("accept", self.accept),
-            Part("logprobs", self.logprobs),
             Part("advance", self.advance),
         ]
         observe, draft = [], []
@@ -80,25 +87,21 @@ class Step:
             observe = [Part("query", self.query), Part("observe", self.observe)]
             draft = [Part("draft", self.draft), Part("sample", self.sample)]
         verify = Part("verify", self.verify)
-        self.decode_parts = [Part("rows", self.rows), verify, *accept, *observe, *draft]
-        self.sample_parts = [verify, *accept, *observe, *draft]
+        output = [Part("output", self.output), Part("logprobs", self.logprobs, LOGPROBS_REASON)]
+        self.decode_parts = [Part("rows", self.rows), verify, *accept, *observe, *draft, *output]
+        self.sample_parts = [verify, *accept, *observe, *draft, *output]
         self.observe_parts = [verify, Part("nothing sampled", self.skip_accept), *observe]
 
+    @torch.inference_mode()
     def decode(self, batch: Batch) -> Flow:
         """One iteration for requests that have a bonus token and, with a speculator, drafts."""
-        return self._run(self.decode_parts, batch)
+        return run_parts(self.decode_parts, Flow(batch))
 
+    @torch.inference_mode()
     def prefill(self, batch: Batch) -> Flow:
         """Prompt rows. A finished prompt gets drafts and, unless it was resumed, a token; others only observe."""
-        return self._run(self.sample_parts if batch.variant.drafts else self.observe_parts, batch)
-
-    @staticmethod
-    @torch.inference_mode()
-    def _run(parts: list[Part], batch: Batch) -> Flow:
-        flow = Flow(batch)
-        for part in parts:
-            part.run(flow)
-        return flow
+        parts = self.sample_parts if batch.variant.drafts else self.observe_parts
+        return run_parts(parts, Flow(batch))
 
     def rows(self, flow: Flow) -> None:
         """[bonus, d_1..d_N] of every request, from the state."""
@@ -144,7 +147,9 @@ class Step:
         flow.logits = flow.raw_logits = self.target.logits(hidden)
         if not batch.variant.processes_logits:
             return
-        in_place = batch.variant.num_logprobs is None and flow.logits.dtype == torch.float32
+        # Where logprobs may be asked for, the model's own logits stay.
+        spare = batch.variant.num_logprobs is None and flow.logits.device.type == "cpu"
+        in_place = spare and flow.logits.dtype == torch.float32
         flow.logits = process_logits(
             flow.raw_logits,
             batch.logits_start_loc,
@@ -202,7 +207,7 @@ class Step:
         sampled = tokens.flatten() if whose is None else tokens[:, 0].index_select(0, whose)
         flow.logprobs = raw_logprobs(
             flow.raw_logits[:, : self.vocab_size], sampled, batch.variant.num_logprobs
-        )
+        ).start_to_host()
 
     def skip_accept(self, flow: Flow) -> None:
         """A partial chunk samples nothing and rejects nothing."""
@@ -225,6 +230,11 @@ class Step:
             output_ring=state.output_ring,
             token_counts=self.sampling.token_counts,
         )
+
+    def output(self, flow: Flow) -> None:
+        """The output ring to where the host reads it."""
+        if self.state.host_ring is not self.state.output_ring:
+            self.state.host_ring.copy_(self.state.output_ring, non_blocking=True)
 
     @property
     def _drafting(self) -> DFlashSpeculator:
