@@ -3,7 +3,8 @@
 
     python -m benchmarks.end_to_end.iteration [--batch 1 4 8 16 32] [--no-draft] [--enforce-eager] [--out FOLDER]
 
-Prompts of 128 random tokens, N = 15, conditional acceptance rates chosen for AL 6.5. Steady state: all requests run, nobody joins.
+Prompts of 128 random tokens, N = 15, conditional acceptance rates chosen for AL 6.5. Steady state: all requests run
+and nobody joins.
 """
 
 from __future__ import annotations
