@@ -90,7 +90,7 @@ class Core:
         self.eos_token_ids = tuple(eos_token_ids)
         self.seed = seed
         self._num_requests = 0
-        self._num_passes = 0  # that wrote the output ring
+        self._num_passes = int(self._step.state.step.item())  # that wrote the output ring
         self._flights: deque[_Flight] = deque()
         self._last_read = 0.0
         self._failure: DflashError | None = None
