@@ -130,9 +130,7 @@ class GraphRunner:
         )  # fmt: skip
 
     @torch.inference_mode()
-    def _capture_one(
-        self, bucket: int, processes_logits: bool, pool: Any
-    ) -> CapturedStep:
+    def _capture_one(self, bucket: int, processes_logits: bool, pool: Any) -> CapturedStep:
         self.buffers.requests.send([], bucket)  # nobody: every row is inert
         batch = self.buffers.verify_batch(bucket, Variant(processes_logits))
         self.step.decode(batch)  # libraries make their handles and workspaces outside the graph
