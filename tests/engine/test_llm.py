@@ -153,7 +153,7 @@ def test_a_long_prompt_alternates_with_running_requests(target, draft, answers):
     tokens = list(next(stream).token_ids)
     other = llm.stream(PROMPTS[3], greedy_params(NUM_TOKENS))
     assert next(other).token_ids[0] == answers[3][0]
-    (job, _) = llm._jobs.values()
+    (job, _) = llm._jobs._job_of.values()
     waiting = [t for chunk in job.chunks for t in chunk.token_ids]
     assert waiting  # the first request went on between the chunks of the second's prompt
     assert tokens + waiting == answers[0][: len(tokens + waiting)]

@@ -44,6 +44,9 @@ class Job:
         self.sequences: list[_Sequence] = []
         self.chunks: deque[StreamChunk] = deque()
         self.error: Exception | None = None
+        self.began = False
+        self.dropped = False  # no one waits for it any more
+        self.failing = False  # its end with an error was asked for
         self._tokenizer = tokenizer
         self._token_ids: list[int] = []
         self._stop_ids: tuple[int, ...] = ()
@@ -51,7 +54,9 @@ class Job:
     @property
     def done(self) -> bool:
         """Nothing more will come."""
-        return self.error is not None or all(s.output is not None for s in self.sequences)
+        if self.error is not None:
+            return True
+        return not self.failing and self.began and all(s.output for s in self.sequences)
 
     @property
     def finished(self) -> RequestOutput:
@@ -91,6 +96,7 @@ class Job:
             )
             logprobs = None if params.logprobs is None else []
             self.sequences.append(_Sequence(index, request, detokenizer, logprobs))
+        self.began = True
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
