@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import deque
 from itertools import pairwise
 
 import pytest
@@ -181,3 +182,23 @@ def test_a_callback_may_call_the_llm(llm, answers):
     outputs = llm.generate(PROMPTS[:2], greedy_params(NUM_TOKENS), callback)
     assert [o.outputs[0].token_ids for o in outputs] == answers[:2]
     assert nested[0].outputs[0].token_ids == answers[2] and idle(llm)
+
+
+def test_a_job_is_done_when_its_last_chunk_is_there(llm):
+    """Another thread may look at any time; it would miss the chunk."""
+    job = llm._job(PROMPTS[0], greedy_params(6))
+    seen = []
+
+    class Chunks(deque):
+        def append(self, chunk):
+            seen.append(job.done)
+            super().append(chunk)
+
+    job.chunks = Chunks()
+    llm._jobs.submit(job)
+    while not job.done:
+        job.chunks.clear()
+        llm._jobs.step_for(job)
+    assert job.chunks[-1].finished is not None and not any(seen)
+    llm._jobs.drop(job)
+    assert idle(llm)

@@ -352,3 +352,40 @@ def test_an_llm_outlives_an_event_loop(llm, answers):
         ]
 
     assert [asyncio.run(run(i)) for i in range(2)] == [answers[0][:8], answers[1][:8]]
+
+
+def test_what_a_failed_request_gives_back_is_whole(llm, monkeypatch):
+    """Tokens, logprobs and text are those handed over before the failure."""
+    decode, calls = llm.tokenizer.decode, []
+
+    def failing(ids, **arguments):
+        calls.append(1)
+        if len(calls) == 30:
+            raise RuntimeError("bad bytes")
+        return decode(ids, **arguments)
+
+    monkeypatch.setattr(llm.tokenizer, "decode", failing, raising=False)
+    seen: dict[int, list[int]] = {0: [], 1: []}
+    outputs = llm.generate(
+        PROMPTS[:2],
+        greedy_params(NUM_TOKENS, logprobs=1),
+        lambda number, chunk: seen[number].extend(chunk.token_ids),
+    )
+    (failed,) = (i for i in (0, 1) if outputs[i].outputs[0].finish_reason == "error")
+    completion = outputs[failed].outputs[0]
+    assert completion.token_ids == seen[failed]
+    assert len(completion.logprobs) == len(completion.token_ids)
+    assert completion.cumulative_logprob < 0
+
+
+def test_a_callback_that_fails_at_the_last_chunk_is_an_error_too(llm, answers):
+    def callback(number, chunk):
+        if number == 1 and chunk.finished is not None:
+            raise KeyError("last")
+
+    good, bad = llm.generate(PROMPTS[:2], greedy_params(NUM_TOKENS), callback)
+    assert good.outputs[0].finish_reason == "length" and good.outputs[0].error is None
+    assert bad.outputs[0].finish_reason == "error"
+    assert isinstance(bad.outputs[0].error, KeyError)
+    assert bad.outputs[0].token_ids == answers[1]
+    assert not llm.core.scheduler.has_work and not llm._jobs

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dflash.engine.core import Core, NewTokens
@@ -27,6 +27,7 @@ class _Sequence:
     detokenizer: Detokenizer
     logprobs: list[dict[int, Logprob]] | None
     output: CompletionOutput | None = None
+    num_taken: int = 0  # tokens handed over
 
 
 class Job:
@@ -44,19 +45,12 @@ class Job:
         self.sequences: list[_Sequence] = []
         self.chunks: deque[StreamChunk] = deque()
         self.error: Exception | None = None
-        self.began = False
+        self.done = False  # nothing more will come: set when everything else is in its place
         self.dropped = False  # no one waits for it any more
         self.failing = False  # its end with an error was asked for
         self._tokenizer = tokenizer
         self._token_ids: list[int] = []
         self._stop_ids: tuple[int, ...] = ()
-
-    @property
-    def done(self) -> bool:
-        """Nothing more will come."""
-        if self.error is not None:
-            return True
-        return not self.failing and self.began and all(s.output for s in self.sequences)
 
     @property
     def finished(self) -> RequestOutput:
@@ -96,7 +90,6 @@ class Job:
             )
             logprobs = None if params.logprobs is None else []
             self.sequences.append(_Sequence(index, request, detokenizer, logprobs))
-        self.began = True
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -107,8 +100,8 @@ class Job:
             return list(prompt)
         raise ValueError(f"a prompt must be text or a sequence of token ids, got {prompt!r}")
 
-    def take(self, new: NewTokens) -> list[_Sequence]:
-        """Turns new tokens into a chunk; returns the sequences that ended with it."""
+    def take(self, new: NewTokens) -> tuple[StreamChunk, list[_Sequence]]:
+        """Turns new tokens into a chunk, for `hand_over`; and the sequences that end with it."""
         sequence = next(s for s in self.sequences if s.request is new.request)
         text = self._push(sequence, new)
         tokens, logprobs = new.token_ids, new.logprobs
@@ -119,14 +112,22 @@ class Job:
             logprobs = None if logprobs is None else logprobs[: len(tokens)]
             del sequence.request.output_token_ids[-cut:]
             sequence.request.statistics.num_output_tokens -= cut
+        sequence.num_taken += len(tokens)
         if sequence.logprobs is not None:
             sequence.logprobs += logprobs or []
         ended = sequence.detokenizer.stopped or new.finish_reason is not None
         if ended:
             sequence.output = self._output(sequence, new)
-        finished = self.finished if self.done else None
-        self.chunks.append(StreamChunk(text, tokens, sequence.index, logprobs, finished))
-        return [sequence] if ended else []
+        last = all(s.output is not None for s in self.sequences)
+        finished = self.finished if last else None
+        chunk = StreamChunk(text, tokens, sequence.index, logprobs, finished)
+        return chunk, [sequence] if ended else []
+
+    def hand_over(self, chunk: StreamChunk) -> None:
+        """Gives a chunk to whoever waits; the last one ends the job."""
+        self.chunks.append(chunk)
+        # A job that is to fail, because its callback did, ends with that.
+        self.done = chunk.finished is not None and not self.failing
 
     @staticmethod
     def _push(sequence: _Sequence, new: NewTokens) -> str:
@@ -148,15 +149,23 @@ class Job:
         )
 
     def fail(self, error: Exception) -> list[_Sequence]:
-        """Ends the job; returns the sequences that were still running."""
-        self.error = error
+        """Gives every sequence its output; returns those that were still running. `end` follows."""
         running = [s for s in self.sequences if s.output is None]
-        for s in running:
-            tokens = list(s.request.output_token_ids)
+        for s in self.sequences:
+            if s.output is not None:
+                s.output = replace(s.output, finish_reason="error", stop_reason=None, error=error)
+                continue
+            # Tokens whose text or logprobs could not be made were not handed over.
+            tokens = s.request.output_token_ids[: s.num_taken]
             s.output = CompletionOutput(
                 s.index, s.detokenizer.text, tokens, "error", None, s.logprobs, error
             )
         return running
+
+    def end(self, error: Exception) -> None:
+        """The job has failed, and whoever waits may know."""
+        self.error = error
+        self.done = True
 
 
 def _wrapped(seed: int) -> int:

@@ -53,7 +53,7 @@ class Jobs:
 
     def fail(self, job: Job, error: Exception) -> None:
         """Ends a job with an error."""
-        job.failing = True
+        job.failing, job.done = True, False
         self._ask(partial(self._fail, job, error))
 
     def drop(self, job: Job) -> None:
@@ -137,7 +137,7 @@ class Jobs:
         if job.done:  # a sequence of a job that failed in this very step
             return
         try:
-            ended = job.take(new)
+            chunk, ended = job.take(new)
         except Exception as error:
             self._fail(job, error)
             return
@@ -145,6 +145,7 @@ class Jobs:
             assert sequence.output is not None
             self._core.abort(sequence.request)
             self._count(sequence.request, sequence.output.finish_reason)
+        job.hand_over(chunk)
 
     def _lose(self, undelivered: Sequence[int], error: BaseException) -> list[Job]:
         """The jobs of the batch are lost, and get the error; those that still wait are not."""
@@ -163,6 +164,7 @@ class Jobs:
         for sequence in job.fail(error):
             self._core.abort(sequence.request, "error")
             self._count(sequence.request, "error")
+        job.end(error)
 
     def _forget(self, job: Job) -> None:
         job.dropped = True

@@ -139,7 +139,7 @@ class LLM:
         job = self._job(prompt, *self._params([prompt], sampling_params))
         try:
             self._jobs.submit(job)
-            while job.chunks or not job.done:
+            while not job.done or job.chunks:  # in this order: the last chunk comes first
                 if job.chunks:
                     yield job.chunks.popleft()
                 else:
@@ -157,7 +157,7 @@ class LLM:
         job = self._job(prompt, params)
         try:
             await run(self._worker, self._jobs.submit, job)  # the tokenizer may take its time
-            while job.chunks or not job.done:
+            while not job.done or job.chunks:  # in this order: the last chunk comes first
                 if job.chunks:
                     yield job.chunks.popleft()
                 else:
