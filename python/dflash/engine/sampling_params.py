@@ -64,12 +64,12 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] | None = field(default_factory=dict)
     seed: int | None = None
     max_tokens: int = 16
     min_tokens: int = 0
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
@@ -85,6 +85,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._refuse()
+        self._copy()
         self._check_numbers()
         self._check_ranges()
         self._check_ids()
@@ -93,8 +94,22 @@ class SamplingParams:
 
     def _refuse(self) -> None:
         for name, reason in REFUSED.items():
-            if getattr(self, name):
+            value = getattr(self, name)
+            if value or type(value) is int:  # prompt_logprobs=0 asks for some too
                 raise ValueError(f"{name} is not supported: {reason}")
+
+    def _copy(self) -> None:
+        """None is none of them, as in vLLM; what can change, or be read only once, becomes ours."""
+        kinds = {"stop_token_ids": tuple, "logit_bias": dict}
+        if not isinstance(self.stop, str):
+            kinds["stop"] = tuple
+        for name, kind in kinds.items():
+            value = getattr(self, name)
+            try:
+                object.__setattr__(self, name, kind(() if value is None else value))
+            except (TypeError, ValueError):
+                what = "a mapping" if kind is dict else "a sequence"
+                raise ValueError(f"{name}: expected {what}, got {value!r}") from None
 
     def _check_numbers(self) -> None:
         integers = {
