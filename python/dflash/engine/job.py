@@ -63,7 +63,8 @@ class Job:
             outputs = [CompletionOutput(0, "", [], "error", error=self.error)]
         number = self.sequences[0].request.request_id if self.sequences else -1
         text = self.prompt if isinstance(self.prompt, str) else None
-        return RequestOutput(number, text, self._token_ids, outputs, total)
+        cached = self.sequences[0].request.statistics.num_cached_tokens if self.sequences else 0
+        return RequestOutput(number, text, self._token_ids, outputs, total, cached)
 
     def raise_error(self) -> None:
         if self.error is not None:
@@ -79,7 +80,7 @@ class Job:
         self._stop_ids = tuple(self.params.stop_token_ids)
         params = self.params
         for index in range(params.n):
-            seed = None if params.seed is None else _wrapped(params.seed + index)
+            seed = None if params.seed is None else _wrapped(int(params.seed) + index)
             request = core.add_request(self._token_ids, params, seed)
             detokenizer = Detokenizer(
                 self._tokenizer,
@@ -93,10 +94,13 @@ class Job:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
+            prompt.encode()  # a tokenizer does not say what it dislikes about half a character
             bos = self._tokenizer.bos_token
             has_bos = bool(bos) and prompt.startswith(bos)
             return self._tokenizer.encode(prompt, add_special_tokens=not has_bos)
-        if isinstance(prompt, Sequence):
+        if hasattr(prompt, "tolist"):  # an array or a tensor
+            prompt = prompt.tolist()
+        if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
             return list(prompt)
         raise ValueError(f"a prompt must be text or a sequence of token ids, got {prompt!r}")
 

@@ -7,6 +7,8 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +72,14 @@ class LLM:
     def without_draft(self) -> LLM:
         """An LLM on the same target weights, in the same memory, without the drafter."""
         plain = LLM.__new__(LLM)
-        plain._start(self.args, without_draft(self.args, self._engine), self.tokenizer)
+        args = replace(
+            self.args,
+            draft=None,
+            num_speculative_tokens=None,
+            rejection_sample_method="match",
+            synthetic_acceptance_rates=None,
+        )
+        plain._start(args, without_draft(args, self._engine), self.tokenizer)
         return plain
 
     def chat_prompt(self, messages: list[dict[str, str]]) -> str:
@@ -216,6 +225,10 @@ def load_tokenizer(folder: Path) -> Any:
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and isinstance(prompts[0], int):
+    if hasattr(prompts, "tolist"):  # an array or a tensor
+        prompts = prompts.tolist()  # pyright: ignore[reportAttributeAccessIssue]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise ValueError(f"prompts: expected text, token ids or a list of these, got {prompts!r}")
+    if prompts and isinstance(prompts[0], Integral):
         return [prompts]  # pyright: ignore[reportReturnType]
     return list(prompts)  # pyright: ignore[reportReturnType]

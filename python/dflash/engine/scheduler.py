@@ -63,7 +63,7 @@ class Scheduler:
             raise ValueError(
                 f"a prompt of {prompt} tokens and max_tokens {request.max_tokens} "
                 f"need {needed} cache blocks of {self.pool.kv_block_size}; there are {total}: "
-                "lower max_tokens or raise gpu_memory_utilization"
+                "lower max_tokens or raise num_gpu_blocks_override, kv_cache_memory_bytes or gpu_memory_utilization"
             )
         self.waiting.append(request)
 
