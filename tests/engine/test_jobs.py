@@ -202,3 +202,26 @@ def test_a_job_is_done_when_its_last_chunk_is_there(llm):
     assert job.chunks[-1].finished is not None and not any(seen)
     llm._jobs.drop(job)
     assert idle(llm)
+
+
+def test_the_statistics_count_every_sequence_however_it_ended(target, draft, answers):
+    """Finished, failed, closed in the batch, closed before it was admitted."""
+    llm = make_llm(target, draft, max_num_seqs=1)
+
+    def callback(number, chunk):
+        if number == 1:
+            raise KeyError("callback")
+
+    outputs = llm.generate(PROMPTS[:2], greedy_params(8), callback)
+    streams = [llm.stream(PROMPTS[0], greedy_params(NUM_TOKENS)) for _ in range(2)]
+    closed = len(next(streams[0]).token_ids)
+    job = llm._job(PROMPTS[1], greedy_params(8))
+    llm._jobs.submit(job)
+    llm._jobs.drop(job)
+    for stream in streams:
+        stream.close()
+    tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    statistics = llm.statistics
+    assert statistics.num_requests == 4 and statistics.num_first_tokens == 3
+    assert statistics.num_output_tokens == tokens + closed
+    assert statistics.tokens_per_second >= 0 and idle(llm)

@@ -187,6 +187,7 @@ class Core:
             self.scheduler.prefilled(chunk)
         for request in sampled:
             request.statistics.num_output_tokens += 1
+            request.statistics.num_first_tokens += 1
         return self._commit(sampled, rows, flow.logprobs, 0)
 
     def _decode(self, requests: list[Request]) -> list[NewTokens]:

@@ -115,7 +115,7 @@ class Job:
             tokens = tokens[: len(tokens) - cut]
             logprobs = None if logprobs is None else logprobs[: len(tokens)]
             del sequence.request.output_token_ids[-cut:]
-            sequence.request.statistics.num_output_tokens -= cut
+            sequence.request.statistics.take_back(cut, len(new.token_ids))
         sequence.num_taken += len(tokens)
         if sequence.logprobs is not None:
             sequence.logprobs += logprobs or []
