@@ -166,6 +166,29 @@ def test_an_interrupt_between_step_and_delivery_ends_its_batch(llm, monkeypatch,
     assert llm.generate(PROMPTS[0], greedy_params(NUM_TOKENS))[0].outputs[0].token_ids == answers[0]
 
 
+@pytest.mark.parametrize("where", ["allocate", "free", "publish", "share"])
+def test_an_interrupt_in_the_bookkeeping_leaks_nothing(where, llm, monkeypatch, answers):
+    """Blocks that were taken and not noted down yet are no one's."""
+    llm.generate([PROMPTS[3] * 3], greedy_params(NUM_TOKENS))  # a prefix to share
+    waiting = llm.stream(PROMPTS[1], greedy_params(NUM_TOKENS))
+    next(waiting)
+    pool = llm.core.scheduler.pool
+    whole = getattr(pool, where)
+
+    def interrupted(*arguments):
+        whole(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([PROMPTS[3] * 3], greedy_params(NUM_TOKENS))
+    with pytest.raises(DflashError, match="interrupted: KeyboardInterrupt"):
+        list(waiting)
+    assert idle(llm) and len(llm.core.scheduler._free_rows) == 8
+    assert llm.generate(PROMPTS[0], greedy_params(NUM_TOKENS))[0].outputs[0].token_ids == answers[0]
+
+
 def test_a_call_from_inside_a_step_is_an_error_and_no_deadlock(llm, monkeypatch):
     monkeypatch.setattr(llm.core, "step", lambda: llm.generate([3], greedy_params(1)))
     with pytest.raises(DflashError, match="from inside one of its own steps"):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
@@ -146,6 +146,12 @@ class Core:
         """Ends a request that has not finished; its row and blocks are free at once."""
         if request.finish_reason is None:
             self.scheduler.finish(request, reason)
+
+    def reset(self, requests: Iterable[Request]) -> None:
+        """Ends all requests, which are these, where an interrupt may have fallen anywhere."""
+        for request in requests:
+            request.finish_reason = request.finish_reason or "error"
+        self.scheduler.reset()
 
     def step(self) -> list[NewTokens]:
         """One prefill batch, or one iteration of all running requests; they alternate while both have work.

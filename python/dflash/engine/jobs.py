@@ -62,24 +62,21 @@ class Jobs:
 
     def step_for(self, job: Job) -> None:
         """A step by this thread, or the end of another thread's; unless the job has news already."""
-        if not self._has_core.acquire(blocking=False):
+        if not self._with_core(partial(self._serve, job)):
             self._wait(job)
-            return
-        try:
-            self._owner = threading.get_ident()
-            self._carry_out()
-            if not job.chunks and not job.done:
-                self._step()
-        finally:
-            self._release()
-            self._settle()
+        self._settle()
+
+    def _serve(self, job: Job) -> None:
+        self._carry_out()
+        if not job.chunks and not job.done:
+            self._step()
 
     def _wait(self, job: Job) -> None:
         if self._owner == threading.get_ident():
             raise DflashError("the LLM was called from inside one of its own steps")
         with self._released:
             if self._has_core.locked() and not job.chunks and not job.done:
-                self._released.wait()
+                self._released.wait(1)  # an interrupt may swallow the call
 
     def _ask(self, action: Callable[[], None]) -> None:
         self._asked.append(action)
@@ -87,22 +84,45 @@ class Jobs:
 
     def _settle(self) -> None:
         """Does what was asked, unless another thread has the core: it settles when it is done."""
-        while self._asked and self._has_core.acquire(blocking=False):
-            try:
-                self._owner = threading.get_ident()
-                self._carry_out()
-            finally:
-                self._release()
+        while self._asked and self._with_core(self._carry_out):
+            pass
 
     def _carry_out(self) -> None:
         while self._asked:
             self._asked.popleft()()
 
-    def _release(self) -> None:
-        self._owner = None
-        self._has_core.release()
-        with self._released:
-            self._released.notify_all()
+    def _with_core(self, work: Callable[[], None]) -> bool:
+        """Works with the core, unless another thread has it."""
+        taken = False
+        try:
+            taken = self._has_core.acquire(blocking=False)
+            if taken:
+                self._owner = threading.get_ident()
+                work()
+        except Exception:
+            raise
+        except BaseException as error:
+            if taken:
+                self._begin_anew(error)
+            raise
+        finally:
+            if taken:
+                self._owner = None
+                self._has_core.release()
+                with self._released:
+                    self._released.notify_all()
+        return taken
+
+    def _begin_anew(self, error: BaseException) -> None:
+        """Where an interrupt fell nothing can be trusted: it leaves blocks without owner and tokens behind."""
+        jobs = self._jobs()
+        self._core.reset(s.request for job in jobs for s in job.sequences)
+        for job in jobs:
+            if not job.done:
+                self._fail(job, _cause("the engine was interrupted", error))
+
+    def _jobs(self) -> list[Job]:
+        return list({id(job): job for job in self._job_of.values()}.values())
 
     def _start(self, job: Job) -> None:
         if job.dropped:  # its coroutine was cancelled before it began
@@ -111,11 +131,9 @@ class Jobs:
             job.start(self._core)
         except Exception as error:
             self._fail(job, error)
-        except BaseException as error:
-            self._fail(job, _cause("the request could not begin", error))
-            raise
-        for sequence in job.sequences:
-            self._job_of[sequence.request.request_id] = job
+        finally:
+            for sequence in job.sequences:
+                self._job_of[sequence.request.request_id] = job
 
     def _step(self) -> None:
         new: deque[NewTokens] = deque()
@@ -126,9 +144,8 @@ class Jobs:
             while new:
                 self._deliver(new[0])
                 new.popleft()
-        except BaseException as error:
-            lost = self._lose([tokens.request.request_id for tokens in new], error)
-            if not lost or not isinstance(error, Exception):
+        except Exception as error:
+            if not self._lose([tokens.request.request_id for tokens in new], error):
                 raise
             logger.exception("a step failed")
 
@@ -147,10 +164,10 @@ class Jobs:
             self._count(sequence.request, sequence.output.finish_reason)
         job.hand_over(chunk)
 
-    def _lose(self, undelivered: Sequence[int], error: BaseException) -> list[Job]:
+    def _lose(self, undelivered: Sequence[int], error: Exception) -> list[Job]:
         """The jobs of the batch are lost, and get the error; those that still wait are not."""
         lost = []
-        for job in {id(job): job for job in self._job_of.values()}.values():
+        for job in self._jobs():
             hit = any(
                 s.request.finish_reason == "error" or s.request.request_id in undelivered
                 for s in job.sequences

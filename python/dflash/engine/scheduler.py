@@ -39,11 +39,17 @@ class Scheduler:
         self.pool = pool
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_lookahead_slots = 2 * num_query_per_req
+        self.num_preemptions = 0
+        self._max_num_seqs = max_num_seqs
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets every request and every prefix, whatever half of a change they are in."""
+        self.pool.reset()
         self.waiting: deque[Request] = deque()
         self.prefilling: deque[Request] = deque()
         self.running: list[Request] = []
-        self.num_preemptions = 0
-        self._free_rows = deque(range(max_num_seqs))
+        self._free_rows = deque(range(self._max_num_seqs))
         self._prefilled = False  # whether the last step was a prefill
 
     @property
