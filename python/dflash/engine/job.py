@@ -99,7 +99,7 @@ class Job:
             has_bos = bool(bos) and prompt.startswith(bos)
             return self._tokenizer.encode(prompt, add_special_tokens=not has_bos)
         if hasattr(prompt, "tolist"):  # an array or a tensor
-            prompt = prompt.tolist()
+            prompt = prompt.tolist()  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
             return list(prompt)
         raise ValueError(f"a prompt must be text or a sequence of token ids, got {prompt!r}")

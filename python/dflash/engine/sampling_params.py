@@ -29,7 +29,8 @@ class SamplingParams:
     """How one request is sampled; vLLM's names, defaults and meanings.
 
     Logits are processed in this order: logit_bias, min_tokens, repetition_penalty, frequency_penalty, presence_penalty,
-    temperature, min_p, top_k, top_p. A drafted block is judged as if its tokens came one by one.
+    temperature, min_p, top_k, top_p. A drafted block is judged as if its tokens came one by one. None is no stop,
+    stop_token_ids or logit_bias.
 
     Args:
         n: sequences to sample for the prompt; sequence i has seed + i.
@@ -64,12 +65,12 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | None = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
     max_tokens: int = 16
     min_tokens: int = 0
-    stop: str | Sequence[str] | None = ()
-    stop_token_ids: Sequence[int] | None = ()
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
