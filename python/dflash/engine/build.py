@@ -103,7 +103,7 @@ def build_core(args: EngineArgs) -> Engine:
 
 
 def without_draft(args: EngineArgs, engine: Engine) -> Engine:
-    """A second engine on the same target weights, in the same memory, without the drafter."""
+    """A second engine on the same target weights, in the same memory; args without a drafter."""
     assert engine.target_config is not None and engine.target_weights is not None
     facts = engine.facts
     settings = DecoderSettings(
@@ -111,9 +111,7 @@ def without_draft(args: EngineArgs, engine: Engine) -> Engine:
         args.kv_block_size, facts.max_model_len, args.attention_backend,
     )  # fmt: skip
     target = Target(engine.target_config, engine.target_weights, settings)
-    plain = assemble(
-        replace(args, draft=None, num_speculative_tokens=None), target, None, 0, settings
-    )
+    plain = assemble(args, target, None, 0, settings)
     return replace(engine, core=plain.core, facts=plain.facts)
 
 

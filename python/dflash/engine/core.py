@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
@@ -45,7 +45,7 @@ class _Flight:
     rows_per_req: int  # logits rows
     step: int  # entry of the output ring
     logprobs: RawLogprobs | None
-    num_prompt_tokens: int  # 0: an iteration
+    chunks: Sequence[PrefillChunk]  # of prompts; none: an iteration
     bucket: int
     started: float
     done: torch.cuda.Event | None
@@ -169,6 +169,13 @@ class Core:
         if request.finish_reason is None:
             self.scheduler.finish(request, reason)
 
+    def reset(self, requests: Iterable[Request]) -> None:
+        """Ends all requests, which are these, where an interrupt may have fallen anywhere."""
+        for request in requests:
+            request.finish_reason = request.finish_reason or "error"
+        self._forget_flights()
+        self.scheduler.reset()
+
     def step(self) -> list[NewTokens]:
         """Enqueues one prefill batch, or one iteration of all running requests; they alternate while both have work.
 
@@ -225,13 +232,17 @@ class Core:
                 f"{str(error).splitlines()[0]}; make a new process"
             )
             self._failure.__cause__ = error
-        else:
+        self._forget_flights()
+        for request in lost:
+            self.abort(request, "error")
+
+    def _forget_flights(self) -> None:
+        for request in (r for flight in self._flights for r in flight.requests):
+            request.num_in_flight = 0
+        self._flights.clear()
+        if self._failure is None:
             # A pass may have broken off before it counted itself.
             self._num_passes = int(self._step.state.step.item())
-        self._flights.clear()
-        for request in lost:
-            request.num_in_flight = 0
-            self.abort(request, "error")
 
     def _admit(self, requests: list[Request]) -> None:
         if not requests:
@@ -253,8 +264,7 @@ class Core:
         flow = self._step.prefill(batch)
         for chunk in chunks:
             self.scheduler.prefilled(chunk)  # later passes run behind this one
-        num_tokens = sum(chunk.length for chunk in chunks)
-        return self._flight(sampled, 1, flow, started, num_tokens, writes=batch.variant.drafts)
+        return self._flight(sampled, 1, flow, started, chunks)
 
     def _decode(self, requests: list[Request]) -> _Flight:
         started = time.perf_counter()
@@ -268,12 +278,11 @@ class Core:
         rows_per_req: int,
         flow: Flow,
         started: float,
-        num_prompt_tokens: int = 0,
-        writes: bool = True,
+        chunks: Sequence[PrefillChunk] = (),
     ) -> _Flight:
-        """What was just enqueued. writes: whether it wrote the output ring."""
+        """What was just enqueued."""
         step = self._num_passes
-        self._num_passes += writes
+        self._num_passes += flow.batch.variant.drafts  # a pass that only observes writes no ring
         for request in requests:
             request.num_in_flight += 1
         done = None
@@ -282,7 +291,7 @@ class Core:
             done.record()
         return _Flight(
             requests, [r.row for r in requests], rows_per_req, step, flow.logprobs,
-            num_prompt_tokens, flow.batch.num_reqs, started, done,
+            chunks, flow.batch.num_reqs, started, done,
         )  # fmt: skip
 
     def _read(self, flight: _Flight) -> list[NewTokens]:
@@ -291,10 +300,12 @@ class Core:
         now = time.perf_counter()
         seconds = now - max(flight.started, self._last_read)
         self._last_read = now
-        if flight.num_prompt_tokens:
-            self._pacer.prefilled(flight.num_prompt_tokens, seconds)
+        if flight.chunks:
+            self._pacer.prefilled(sum(chunk.length for chunk in flight.chunks), seconds)
         else:
             self._pacer.decoded(seconds)
+        for chunk in flight.chunks:
+            chunk.request.statistics.prefill_seconds += seconds
         if not flight.requests:
             return []
         ring = self._step.state.host_ring[flight.step % OUTPUT_RING]
@@ -326,10 +337,10 @@ class Core:
         """One request's row of the ring: step, num_sampled, finished, tokens."""
         count, finished, statistics = row[1], row[2], request.statistics
         tokens = row[3 : 3 + count]
-        num_draft_tokens = 0 if flight.num_prompt_tokens else self.num_speculative_tokens
-        if flight.num_prompt_tokens:
-            statistics.prefill_seconds += seconds
+        num_draft_tokens = 0 if flight.chunks else self.num_speculative_tokens
+        if flight.chunks:
             statistics.num_output_tokens += count
+            statistics.num_first_tokens += 1
         else:
             statistics.record_step(num_draft_tokens, count, seconds)
         request.output_token_ids += tokens

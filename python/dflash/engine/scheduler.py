@@ -41,11 +41,17 @@ class Scheduler:
         self.pool = pool
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_lookahead_slots = (2 + num_steps_ahead) * num_query_per_req
+        self.num_preemptions = 0
+        self._max_num_seqs = max_num_seqs
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets every request and every prefix, whatever half of a change they are in."""
+        self.pool.reset()
         self.waiting: deque[Request] = deque()
         self.prefilling: deque[Request] = deque()
         self.running: list[Request] = []
-        self.num_preemptions = 0
-        self._free_rows = deque(range(max_num_seqs))
+        self._free_rows = deque(range(self._max_num_seqs))
         self._prefilled = False  # whether the last step was a prefill
 
     @property
@@ -65,7 +71,7 @@ class Scheduler:
             raise ValueError(
                 f"a prompt of {prompt} tokens and max_tokens {request.max_tokens} "
                 f"need {needed} cache blocks of {self.pool.kv_block_size}; there are {total}: "
-                "lower max_tokens or raise gpu_memory_utilization"
+                "lower max_tokens or raise num_gpu_blocks_override, kv_cache_memory_bytes or gpu_memory_utilization"
             )
         self.waiting.append(request)
 
