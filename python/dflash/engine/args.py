@@ -50,6 +50,8 @@ class EngineArgs:
         kv_cache_memory_bytes: of both caches; None takes what is left (on a CPU at most 4 GiB).
         num_gpu_blocks_override: cache blocks, whatever memory says; on a CPU too.
         enforce_eager: do not capture CUDA graphs.
+        strict: every target row goes through the same arithmetic, whatever is computed beside it: its logits' bits do
+            not depend on the batch, on chunks, on N, on the drafter or on preemption. Costs padding: GEMMs of 128 rows.
         attention_backend, draft_attention_backend: "auto" or a backend's name.
         draft_sample_method: "greedy" or "gumbel".
         rejection_sample_method: "match", "standard", "block" or "synthetic", for temperature > 0.
@@ -75,6 +77,7 @@ class EngineArgs:
     kv_cache_memory_bytes: int | None = None
     num_gpu_blocks_override: int | None = None
     enforce_eager: bool = False
+    strict: bool = False
     attention_backend: str = "auto"
     draft_attention_backend: str = "auto"
     draft_sample_method: str = "greedy"
@@ -109,6 +112,10 @@ class EngineArgs:
             )
         for name in ("attention_backend", "draft_attention_backend"):
             self._check_choice(name, ("auto", *(backend.name for backend in BACKENDS)))
+        if self.strict and self.attention_backend not in ("auto", "native"):
+            raise ValueError(
+                f"strict needs the native attention backend, not {self.attention_backend!r}"
+            )
         if (self.rejection_sample_method == "synthetic") != bool(self.synthetic_acceptance_rates):
             raise ValueError(
                 'rejection_sample_method "synthetic" and synthetic_acceptance_rates go together'

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 
@@ -16,10 +17,19 @@ BUCKET_STEP = 8
 """Batches are padded to 1, 2, 4 or a multiple of this many requests; padded rows cost what live ones do."""
 
 
-def request_buckets(max_reqs: int) -> list[int]:
-    """Numbers of requests that get a graph, ascending: 1, 2, 4, 8, 16, 24, ... and max_reqs."""
+def request_buckets(max_reqs: int, multiple: int = 1) -> list[int]:
+    """Numbers of requests that a batch is padded to, ascending: 1, 2, 4, 8, 16, 24, ... up to max_reqs.
+
+    With `multiple`, multiples of it, as small as that allows.
+    """
     steps = range(BUCKET_STEP, max_reqs, BUCKET_STEP)
-    return sorted({b for b in (1, 2, 4, *steps, max_reqs) if b <= max_reqs})
+    wanted = {b for b in (1, 2, 4, *steps, max_reqs) if b <= max_reqs}
+    return sorted({-(-b // multiple) * multiple for b in wanted})
+
+
+def request_multiple(num_query_per_req: int, tile_rows: int | None) -> int:
+    """Requests whose verified rows fill whole tiles."""
+    return 1 if tile_rows is None else tile_rows // gcd(num_query_per_req, tile_rows)
 
 
 @dataclass(frozen=True)
@@ -132,7 +142,7 @@ class Batch:
     slot_mapping: torch.Tensor  # int64 [T]
     seq_lens: torch.Tensor  # int32 [R]
     query_start_loc: torch.Tensor  # int32 [R + 1]
-    logits_rows: torch.Tensor | None  # int64 [n]: rows that get logits; None = all
+    logits_rows: torch.Tensor | None  # int64 [>= n]: rows that get logits; None = all
     logits_reqs: torch.Tensor | None  # int64 [n]: whose rows they are, beside logits_rows
     logits_start_loc: torch.Tensor  # int32 [R + 1]
     sampled_token_ids: torch.Tensor  # int64 [R, N + 1]
@@ -141,7 +151,11 @@ class Batch:
 
 
 class BatchBuffers:
-    """Backing store of every Batch, at its largest size."""
+    """Backing store of every Batch, at its largest size.
+
+    With tile_rows every batch has a multiple of it of rows, and as many that get logits: padded requests, inert, and
+    logits of row 0 that no one reads.
+    """
 
     def __init__(
         self,
@@ -151,10 +165,12 @@ class BatchBuffers:
         num_speculative_tokens: int,
         kv_block_size: int,
         device: torch.device,
+        tile_rows: int | None = None,
     ) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
+        self.tile_rows = tile_rows
         self.num_query_per_req = num_speculative_tokens + 1
         self.kv_block_size = kv_block_size
         self.requests = RequestTable(max_reqs, max_blocks, device)
@@ -164,7 +180,7 @@ class BatchBuffers:
         self.slot_mapping = zeros(max_rows)
         self.seq_lens = zeros(max_reqs, dtype=torch.int32)
         self.query_start_loc = zeros(max_reqs + 1, dtype=torch.int32)
-        self.logits_rows = zeros(max_reqs)
+        self.logits_rows = zeros(self._padded(max_reqs))
         self.logits_reqs = zeros(max_reqs)
         self.logits_start_loc = zeros(max_reqs + 1, dtype=torch.int32)
         self.sampled_token_ids = zeros(max_reqs, self.num_query_per_req)
@@ -190,7 +206,6 @@ class BatchBuffers:
     def prefill(self, chunks: Sequence[PrefillChunk]) -> Batch:
         """A prompt batch; the last row of a chunk that samples gets logits."""
         requests = [chunk.request for chunk in chunks]
-        self.requests.send(requests, len(requests))
         ids, positions, slots, ends, sample_rows = [], [], [], [0], []
         for chunk in chunks:
             where = range(chunk.start, chunk.start + chunk.length)
@@ -200,21 +215,41 @@ class BatchBuffers:
             ends.append(len(ids))
             sample_rows += [len(ids) - 1] if chunk.samples else []
         samples = [chunk.samples for chunk in chunks]
+        seq_lens = [chunk.start + chunk.length for chunk in chunks]
+        longest = max(chunk.length for chunk in chunks)
+        num_padded = self._padded(len(ids)) - len(ids)
+        if num_padded:  # one more request, inert
+            ids += [0] * num_padded
+            positions += [0] * num_padded
+            slots += [-1] * num_padded
+            ends.append(len(ids))
+            samples.append(False)
+            seq_lens.append(0)
+            longest = max(longest, num_padded)
+        self.requests.send(requests, len(seq_lens))
         copy_to(self.input_ids, ids)
         copy_to(self.positions, positions)
         copy_to(self.slot_mapping, slots)
         copy_to(self.query_start_loc, ends)
-        copy_to(self.seq_lens, [chunk.start + chunk.length for chunk in chunks])
-        copy_to(self.logits_rows, sample_rows)
+        copy_to(self.seq_lens, seq_lens)
+        copy_to(
+            self.logits_rows,
+            sample_rows + [0] * (self._padded(len(sample_rows)) - len(sample_rows)),
+        )
         copy_to(self.logits_reqs, [r for r, sample in enumerate(samples) if sample])
         copy_to(self.logits_start_loc, [sum(samples[:r]) for r in range(len(samples) + 1)])
         return self._batch(
-            len(chunks),
+            len(seq_lens),
             len(ids),
-            max(chunk.length for chunk in chunks),
+            longest,
             Variant.of(requests, drafts=all(chunk.is_last for chunk in chunks)),
             len(sample_rows),
         )
+
+    def _padded(self, count: int) -> int:
+        """The next multiple of tile_rows."""
+        tile = self.tile_rows or 1
+        return -(-count // tile) * tile
 
     def _slot(self, blocks: list[int], position: int) -> int:
         block, offset = divmod(position, self.kv_block_size)
@@ -244,7 +279,7 @@ class BatchBuffers:
             slot_mapping=self.slot_mapping[:rows],
             seq_lens=self.seq_lens[:reqs],
             query_start_loc=self.query_start_loc[: reqs + 1],
-            logits_rows=self.logits_rows[:num_logits] if some else None,
+            logits_rows=self.logits_rows[: self._padded(num_logits)] if some else None,
             logits_reqs=self.logits_reqs[:num_logits] if some else None,
             logits_start_loc=logits_start_loc[: reqs + 1],
             sampled_token_ids=self.sampled_token_ids[:reqs],

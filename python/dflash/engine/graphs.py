@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from rich.progress import track
 
-from dflash.engine.buffers import Batch, BatchBuffers, Variant, request_buckets
+from dflash.engine.buffers import Batch, BatchBuffers, Variant, request_buckets, request_multiple
 from dflash.engine.memory import gib
 from dflash.engine.step import Flow, Part, Step
 from dflash.log import log_once
@@ -83,7 +83,9 @@ class GraphRunner:
         self.step = step
         self.buffers = buffers
         self.on_gpu = step.state.step.device.type == "cuda"
-        self.buckets = request_buckets(max_reqs) if self.on_gpu else []
+        multiple = request_multiple(buffers.num_query_per_req, buffers.tile_rows)
+        pads = self.on_gpu or multiple > 1
+        self.buckets = request_buckets(max_reqs, multiple) if pads else []
         self.captured: dict[tuple[int, bool], CapturedStep] = {}
         self.num_bytes = 0
         if self.on_gpu and not enforce_eager:
@@ -95,7 +97,7 @@ class GraphRunner:
         return 1 if self.on_gpu else 0
 
     def bucket(self, num_reqs: int) -> int:
-        """Requests that a batch of num_reqs is padded to; a CPU pads nothing."""
+        """Requests that a batch of num_reqs is padded to; a CPU pads nothing unless it has to fill tiles."""
         return next((b for b in self.buckets if b >= num_reqs), num_reqs)
 
     def decode(self, batch: Batch) -> Flow:

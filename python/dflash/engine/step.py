@@ -205,9 +205,8 @@ class Step:
         tokens = batch.sampled_token_ids
         whose = batch.logits_reqs
         sampled = tokens.flatten() if whose is None else tokens[:, 0].index_select(0, whose)
-        flow.logprobs = raw_logprobs(
-            flow.raw_logits[:, : self.vocab_size], sampled, batch.variant.num_logprobs
-        ).start_to_host()
+        logits = flow.raw_logits[: len(sampled), : self.vocab_size]
+        flow.logprobs = raw_logprobs(logits, sampled, batch.variant.num_logprobs).start_to_host()
 
     def skip_accept(self, flow: Flow) -> None:
         """A partial chunk samples nothing and rejects nothing."""
