@@ -87,16 +87,14 @@ def keep_a_block(llm, monkeypatch):
 
 
 def change_references_in_company(llm, monkeypatch):
-    read = llm.core._read
+    commit = llm.core._commit
 
-    def other(requests, first_rows):
-        rows = read(requests, first_rows)
-        for request, row in zip(requests, rows, strict=True):
-            if len(llm._jobs) > 1 and request.params.max_tokens == REFERENCE_TOKENS:
-                row.token_ids[:] = [token ^ 8 for token in row.token_ids]
-        return rows
+    def other(request, row, *arguments):
+        if len(llm._jobs) > 1 and request.params.max_tokens == REFERENCE_TOKENS:
+            row[3 : 3 + row[1]] = [token ^ 8 for token in row[3 : 3 + row[1]]]
+        return commit(request, row, *arguments)
 
-    monkeypatch.setattr(llm.core, "_read", other)
+    monkeypatch.setattr(llm.core, "_commit", other)
 
 
 def lose_text(llm, monkeypatch):
