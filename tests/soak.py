@@ -136,7 +136,9 @@ class Soak:
                 answer.add(chunk)
                 quarter.tokens += len(chunk.token_ids)
         core = self._llm.core
-        found = list(faults(answer, ask.params, core.max_model_len, core.eos_token_ids))
+        found = list(
+            faults(answer, ask.params, core.limits.max_model_len, core.limits.eos_token_ids)
+        )
         if ask.refused:
             found = ["answered, should have been refused"]
         for fault in found:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from dflash.engine.admission import Limits
 from dflash.engine.detokenizer import Detokenizer
 from tests.soak import Soak, num_blocks
 from tests.support import tiny
@@ -103,19 +104,21 @@ def lose_text(llm, monkeypatch):
 
 
 def refuse_a_good_prompt(llm, monkeypatch):
-    check = llm.core._check_prompt
+    check = Limits.check_prompt
 
-    def stricter(prompt):
-        check(prompt)
+    def stricter(limits, prompt):
+        check(limits, prompt)
         if len(prompt) == 1:
             raise ValueError("one token is too few")
 
-    monkeypatch.setattr(llm.core, "_check_prompt", stricter)
+    monkeypatch.setattr(Limits, "check_prompt", stricter)
 
 
 def take_a_bad_parameter(llm, monkeypatch):
-    check = llm.core._check_ids
-    monkeypatch.setattr(llm.core, "_check_ids", lambda params: params.logit_bias or check(params))
+    check = Limits.check_ids
+    monkeypatch.setattr(
+        Limits, "check_ids", lambda limits, params: params.logit_bias or check(limits, params)
+    )
 
 
 @pytest.mark.parametrize(

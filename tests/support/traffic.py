@@ -50,8 +50,8 @@ class Traffic:
 
     def __init__(self, llm: LLM, texts: Sequence[str], seed: int) -> None:
         self._rng = random.Random(seed)
-        self._vocab_size = llm.core.vocab_size
-        self._max_model_len = llm.core.max_model_len
+        self._vocab_size = llm.core.limits.vocab_size
+        self._max_model_len = llm.core.limits.max_model_len
         self._texts = self._short_texts(llm, texts)
         self._words = sorted({word for text in self._texts for word in text.split()})
         self._text_ids = sorted({i for t in self._texts[:8] for i in llm.tokenizer.encode(t)})
