@@ -130,6 +130,7 @@ class Step:
             max_query_len=batch.max_query_len,
             max_seq_len=self.max_model_len,
         )
+        self.target.decoder.prepare(attention)
         flow.hidden = self.target.forward(batch.input_ids, attention, self.taps)
 
     def logits(self, flow: Flow) -> None:

@@ -104,6 +104,7 @@ class DFlashSpeculator:
             max_query_len=self.num_query_per_req,
             max_seq_len=self.max_model_len,
         )
+        self.drafter.decoder.prepare(attention)
         hidden = self.drafter.forward(b.query_input_ids[:queries], attention)
         sampled = hidden.index_select(0, b.sample_rows[: reqs * self.num_speculative_tokens])
         return self.drafter.logits(sampled)
