@@ -15,7 +15,7 @@ import torch
 from dflash.attention.spec import AttentionBatch
 from dflash.engine.buffers import Batch, RequestState
 from dflash.engine.sampling import RawLogprobs, SamplingState, raw_logprobs
-from dflash.models.decoder import Taps
+from dflash.models.decoder import Decoder, Taps
 from dflash.models.target import Target
 from dflash.ops.advance import advance
 from dflash.ops.build_verify import build_verify
@@ -31,6 +31,7 @@ class Flow:
     """What one pass hands from part to part."""
 
     batch: Batch
+    in_graph: bool = False  # under capture: no host work
     hidden: torch.Tensor | None = None
     positions: torch.Tensor | None = None  # of the rows that get logits
     raw_logits: torch.Tensor | None = None
@@ -85,8 +86,9 @@ class Step:
         observe, draft = [], []
         if self.speculator is not None:
             observe = [Part("query", self.query), Part("observe", self.observe)]
-            draft = [Part("draft", self.draft), Part("sample", self.sample)]
-        verify = Part("verify", self.verify)
+            reason = self.speculator.drafter.decoder.eager_reason
+            draft = [Part("draft", self.draft, reason), Part("sample", self.sample)]
+        verify = Part("verify", self.verify, self.target.decoder.eager_reason)
         output = [Part("output", self.output), Part("logprobs", self.logprobs, LOGPROBS_REASON)]
         self.decode_parts = [Part("rows", self.rows), verify, *accept, *observe, *draft, *output]
         self.sample_parts = [verify, *accept, *observe, *draft, *output]
@@ -121,10 +123,9 @@ class Step:
             query_start_loc=batch.query_start_loc,
         )
 
-    def verify(self, flow: Flow) -> None:
-        """The target over the batch's rows, causally; taps go straight into their buffer."""
-        batch = flow.batch
-        attention = AttentionBatch(
+    def attention(self, batch: Batch) -> AttentionBatch:
+        """The target's rows over its caches."""
+        return AttentionBatch(
             positions=batch.positions,
             slot_mapping=batch.slot_mapping,
             block_table=batch.block_table,
@@ -133,7 +134,13 @@ class Step:
             max_query_len=batch.max_query_len,
             max_seq_len=self.max_model_len,
         )
-        flow.hidden = self.target.forward(batch.input_ids, attention, self.taps)
+
+    def verify(self, flow: Flow) -> None:
+        """The target over the batch's rows, causally; taps go straight into their buffer."""
+        attention = self.attention(flow.batch)
+        if not flow.in_graph:
+            self.target.decoder.prepare(attention)
+        flow.hidden = self.target.forward(flow.batch.input_ids, attention, self.taps)
 
     def logits(self, flow: Flow) -> None:
         """Logits of the rows that are sampled, as the requests' parameters change them."""
@@ -235,6 +242,13 @@ class Step:
         if self.state.host_ring is not self.state.output_ring:
             self.state.host_ring.copy_(self.state.output_ring, non_blocking=True)
 
+    def forwards(self, batch: Batch) -> list[tuple[Decoder, AttentionBatch]]:
+        """Every decoder that an iteration runs, with its rows."""
+        both = [(self.target.decoder, self.attention(batch))]
+        if self.speculator is not None:
+            both.append((self.speculator.drafter.decoder, self.speculator.attention(batch)))
+        return both
+
     @property
     def _drafting(self) -> DFlashSpeculator:
         """The speculator, in the parts that only run with one."""
@@ -249,7 +263,7 @@ class Step:
         self._drafting.observe(flow.batch, self.taps.buffer)
 
     def draft(self, flow: Flow) -> None:
-        flow.draft_logits = self._drafting.draft(flow.batch)
+        flow.draft_logits = self._drafting.draft(flow.batch, prepare=not flow.in_graph)
 
     def sample(self, flow: Flow) -> None:
         assert flow.draft_logits is not None
