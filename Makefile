@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# make demo | test | lint | wheel | docs | mutants | clean. Everything happens in $(VENV); nothing else is touched.
+# make demo | test | long | lint | wheel | docs | mutants | clean. Everything happens in $(VENV); nothing else is touched.
 #   PYTHON  interpreter of the environment, 3.10 or newer
 #   TORCH   what pip installs for torch: any torch>=2.11
 #   PROMPT  what the demo asks
@@ -24,7 +24,7 @@ JOBS := $(or $(MAX_JOBS),$(shell nproc))
 # The CUDA library needs a CUDA build of torch to load, so the demo on a CPU build does not compile it.
 CUDA_OF_TORCH = $$($(BIN)/python -c "import torch; print('AUTO' if torch.version.cuda else 'OFF')")
 
-.PHONY: help demo test ctest pytest lint wheel docs mutants clean googletest
+.PHONY: help demo test long ctest pytest lint wheel docs mutants clean googletest
 help:
 	@sed -n '2,6s/^# *//p' Makefile
 
@@ -43,6 +43,9 @@ ctest: $(VENV)/.ready $(CUTLASS) googletest
 
 pytest: $(VENV)/.test-ready
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+long: $(VENV)/.test-ready
+	$(BIN)/python -m pytest -m long tests
 
 lint: $(VENV)/.lint-ready
 	$(BIN)/ruff check .

@@ -4,13 +4,15 @@ import torch
 
 
 def pytest_collection_modifyitems(config, items):
-    """GPU tests run where a GPU is; elsewhere they are deselected and counted, never reported as passed."""
-    if torch.cuda.is_available():
-        return
-    gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu:
-        config.hook.pytest_deselected(items=gpu)
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    """GPU tests run where a GPU is, long ones where they are asked for (-m long); elsewhere they are deselected and
+    counted, never reported as passed.
+    """
+    names = [] if torch.cuda.is_available() else ["gpu"]
+    names += [] if "long" in config.option.markexpr else ["long"]
+    left_out = [item for item in items if any(item.get_closest_marker(name) for name in names)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True)

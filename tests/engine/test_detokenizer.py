@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from dflash.engine.detokenizer import Detokenizer
 
@@ -8,7 +11,7 @@ from dflash.engine.detokenizer import Detokenizer
 class Bytes:
     """A tokenizer whose tokens are bytes: a character may take up to four."""
 
-    def decode(self, ids, skip_special_tokens):
+    def decode(self, ids, skip_special_tokens, clean_up_tokenization_spaces):
         return bytes(ids).decode("utf-8", errors="replace")
 
 
@@ -54,3 +57,17 @@ def test_half_a_character_at_the_end_is_shown_as_such():
     detokenizer = Detokenizer(Bytes())
     assert detokenizer.push(list("é".encode())[:1]) == ""
     assert detokenizer.push([], last=True) == "\ufffd"
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.integers(1, 4))
+def test_a_tokenizer_that_cleans_up_spaces_is_kept_from_it(ids, size):
+    """Cleaned, "do n't" grows into a shorter text: a window would drop what follows."""
+    words = {word: i for i, word in enumerate(["do", "n't", ".", "'", "s", "x"])}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words)), clean_up_tokenization_spaces=True
+    )
+    detokenizer = Detokenizer(tokenizer)
+    parts = [ids[i : i + size] for i in range(0, len(ids), size)]
+    released = [detokenizer.push(part, last=i == len(parts) - 1) for i, part in enumerate(parts)]
+    assert "".join(released) == tokenizer.decode(ids, clean_up_tokenization_spaces=False)

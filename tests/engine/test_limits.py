@@ -55,7 +55,10 @@ def test_stop_string_inside_an_accepted_run(llm, answers):
     assert output.outputs[0].text == texts[end][: texts[end].index(stop)]
     assert output.outputs[0].token_ids == answers[0][: end + 1]
     assert output.outputs[0].finish_reason == "stop"
-    assert output.statistics.num_output_tokens == end + 1
+    statistics = output.statistics
+    assert statistics.num_output_tokens == end + 1
+    assert 1 + statistics.num_drafts + statistics.num_accepted_tokens == end + 1
+    assert sum(statistics.num_accepted_tokens_per_pos) == statistics.num_accepted_tokens
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 6])

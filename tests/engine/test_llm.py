@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several callers of one LLM, failures in a step, and input that is refused before any work is lost."""
 
+import numpy as np
 import pytest
+import torch
 
 from dflash import SamplingParams
 from tests.support.engine import greedy_params, make_llm
@@ -78,6 +80,8 @@ def test_a_failing_step_ends_its_batch_and_the_next_call_works(llm, answers, mon
         ([], "the prompt has no tokens"),
         ([10**9], "token 1000000000 is outside the vocabulary"),
         ([3] * 2000, "the prompt has 2000 tokens"),
+        (b"w3", "a prompt must be text or a sequence of token ids, got b'w3'"),
+        ("w3 \ud800", "position 3: surrogates not allowed"),
     ],
 )
 def test_a_bad_prompt_fails_alone(llm, prompt, message, answers):
@@ -88,6 +92,52 @@ def test_a_bad_prompt_fails_alone(llm, prompt, message, answers):
     with pytest.raises(ValueError, match=message):
         list(llm.stream(prompt))
     assert idle(llm)
+
+
+PROMPT = PROMPTS[0]
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        tuple(PROMPT),
+        np.array(PROMPT),
+        torch.tensor(PROMPT),
+        [np.int64(token) for token in PROMPT],
+        np.array([PROMPT]),
+        [np.array(PROMPT, dtype=np.int32)],
+        (torch.tensor(PROMPT),),
+    ],
+)
+def test_token_ids_come_in_many_wraps(prompts, llm, answers):
+    (output,) = llm.generate(prompts, greedy_params(8))
+    assert output.outputs[0].token_ids == answers[0][:8]
+    assert output.prompt_token_ids == PROMPT
+
+
+@pytest.mark.parametrize("prompts", [None, 5, b"w3", {"prompt_token_ids": [3]}, iter([[3]])])
+def test_what_holds_no_prompts_is_refused(prompts, llm):
+    with pytest.raises(ValueError, match="prompts: expected text, token ids or a list of these"):
+        llm.generate(prompts)
+    assert llm.generate([]) == [] and idle(llm)
+
+
+def test_sampling_params_take_none_numpy_and_iterators():
+    params = SamplingParams(stop=None, stop_token_ids=None, logit_bias=None)
+    assert params == SamplingParams()
+    stops = [5]
+    params = SamplingParams(stop=iter(["a"]), stop_token_ids=stops)
+    stops.append(6)
+    assert params == SamplingParams(stop=["a"], stop_token_ids=(5,))
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint64, np.int32])
+def test_a_seed_may_be_numpys(kind, llm):
+    runs = [
+        llm.generate([PROMPT], SamplingParams(seed=seed, n=2, max_tokens=8))[0].outputs
+        for seed in (7, kind(7))
+    ]
+    assert [o.token_ids for o in runs[0]] == [o.token_ids for o in runs[1]]
 
 
 @pytest.mark.parametrize(
@@ -115,6 +165,10 @@ def test_sampling_params_that_do_not_fit_are_refused(llm, prompts, params, messa
         ({"temperature": -1.0}, "temperature must be 0"),
         ({"temperature": 1e-38}, "temperature must be 0"),
         ({"stop": ["a", ""]}, "stop must be non-empty strings"),
+        ({"stop": 3}, "stop: expected a sequence, got 3"),
+        ({"stop_token_ids": 3}, "stop_token_ids: expected a sequence, got 3"),
+        ({"logit_bias": [1, 2]}, "logit_bias: expected a mapping"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs is not supported"),
         ({"n": 0}, "n must be >= 1"),
         ({"min_tokens": 17}, r"min_tokens must be in 0..max_tokens \(16\), got 17"),
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\]"),
@@ -153,7 +207,7 @@ def test_a_long_prompt_alternates_with_running_requests(target, draft, answers):
     tokens = list(next(stream).token_ids)
     other = llm.stream(PROMPTS[3], greedy_params(NUM_TOKENS))
     assert next(other).token_ids[0] == answers[3][0]
-    (job, _) = llm._jobs.values()
+    (job, _) = llm._jobs._job_of.values()
     waiting = [t for chunk in job.chunks for t in chunk.token_ids]
     assert waiting  # the first request went on between the chunks of the second's prompt
     assert tokens + waiting == answers[0][: len(tokens + waiting)]

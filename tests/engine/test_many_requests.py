@@ -52,6 +52,7 @@ SMALL_CACHE = {"num_gpu_blocks_override": 1 + 46, "kv_block_size": 4}
 ENGINES = {
     "all at once": {"max_num_seqs": NUM_REQUESTS},
     "chunks of 16": {"max_num_seqs": 16, "max_num_batched_tokens": 16},
+    "strict": {"max_num_seqs": 16, "max_num_batched_tokens": 100, "strict": True},
     "prefix cache": {"max_num_seqs": 8, "enable_prefix_caching": True},
     "preemption": {"max_num_seqs": 16, **SMALL_CACHE},
     "preemption, prefix cache": {

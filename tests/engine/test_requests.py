@@ -258,12 +258,20 @@ def test_the_drafters_prefix_is_its_own(target, draft, answers):
         ({"gpu_memory_utilization": 0.01}, "memory allows 0.*limit .* weights .* logits"),
         ({"num_gpu_blocks_override": 1}, "num_gpu_blocks_override must be >= 2"),
         ({"inter_token_latency_target_ms": 0}, "inter_token_latency_target_ms must be > 0"),
+        ({"inter_token_latency_target_ms": math.inf}, "inter_token_latency_target_ms must be > 0"),
+        ({"max_num_seqs": 2.5}, "max_num_seqs: expected an integer, got 2.5"),
+        ({"max_num_seqs": None}, "max_num_seqs: expected an integer, got None"),
+        ({"max_num_batched_tokens": 1.5}, "max_num_batched_tokens: expected an integer"),
+        ({"kv_cache_memory_bytes": 4e9}, "kv_cache_memory_bytes: expected an integer"),
+        ({"num_speculative_tokens": 2.0}, "num_speculative_tokens: expected an integer"),
+        ({"seed": None}, "seed: expected an integer, got None"),
+        ({"seed": 1.5}, "seed: expected an integer, got 1.5"),
         ({"kv_cache_dtype": "int4"}, "kv_cache_dtype 'int4': expected one of auto, fp8"),
     ],
 )
 def test_an_impossible_budget_says_its_figures(arguments, message, target, draft):
     with pytest.raises((ValueError, DflashError), match=message):
-        make_llm(target, draft, max_model_len=1024, **arguments)
+        make_llm(target, draft, **({"max_model_len": 1024} | arguments))
 
 
 def test_the_memory_profile_adds_up(llm):
@@ -352,3 +360,74 @@ def test_an_llm_outlives_an_event_loop(llm, answers):
         ]
 
     assert [asyncio.run(run(i)) for i in range(2)] == [answers[0][:8], answers[1][:8]]
+
+
+def test_what_a_failed_request_gives_back_is_whole(llm, monkeypatch):
+    """Tokens, logprobs and text are those handed over before the failure."""
+    decode, calls = llm.tokenizer.decode, []
+
+    def failing(ids, **arguments):
+        calls.append(1)
+        if len(calls) == 30:
+            raise RuntimeError("bad bytes")
+        return decode(ids, **arguments)
+
+    monkeypatch.setattr(llm.tokenizer, "decode", failing, raising=False)
+    seen: dict[int, list[int]] = {0: [], 1: []}
+    outputs = llm.generate(
+        PROMPTS[:2],
+        greedy_params(NUM_TOKENS, logprobs=1),
+        lambda number, chunk: seen[number].extend(chunk.token_ids),
+    )
+    (failed,) = (i for i in (0, 1) if outputs[i].outputs[0].finish_reason == "error")
+    completion = outputs[failed].outputs[0]
+    assert completion.token_ids == seen[failed]
+    assert len(completion.logprobs) == len(completion.token_ids)
+    assert completion.cumulative_logprob < 0
+
+
+def test_a_callback_that_fails_at_the_last_chunk_is_an_error_too(llm, answers):
+    def callback(number, chunk):
+        if number == 1 and chunk.finished is not None:
+            raise KeyError("last")
+
+    good, bad = llm.generate(PROMPTS[:2], greedy_params(NUM_TOKENS), callback)
+    assert good.outputs[0].finish_reason == "length" and good.outputs[0].error is None
+    assert bad.outputs[0].finish_reason == "error"
+    assert isinstance(bad.outputs[0].error, KeyError)
+    assert bad.outputs[0].token_ids == answers[1]
+    assert not llm.core.scheduler.has_work and not llm._jobs
+
+
+def test_the_cached_tokens_of_n_sequences_are_the_prompts(llm):
+    prompt = (PROMPTS[3] * 3)[:49]
+    llm.generate([prompt], greedy_params(2))
+    (output,) = llm.generate([prompt], SamplingParams(n=3, seed=1, max_tokens=4))
+    assert output.usage.cached_tokens == 48 == output.num_cached_tokens
+    assert output.statistics.num_cached_tokens == 3 * 48
+
+
+@pytest.mark.parametrize("end", ["stop string", "closed"])
+def test_gauges_say_what_is_not_what_was(end, llm, answers):
+    """A request that ends between two steps is neither running nor in the cache."""
+    if end == "closed":
+        stream = llm.stream(PROMPTS[0], greedy_params(NUM_TOKENS))
+        next(stream)
+        stream.close()
+    else:
+        llm.generate(PROMPTS[:1], greedy_params(NUM_TOKENS, stop=f"w{answers[0][4]}"))
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        labels = {"model_name": llm.args.model}
+        assert llm.metrics.registry.get_sample_value(f"dflash:{name}", labels) == 0
+
+
+def test_without_draft_forgets_what_only_a_drafter_needs(target, draft, answers):
+    llm = make_llm(
+        target,
+        draft,
+        rejection_sample_method="synthetic",
+        synthetic_acceptance_rates=(0.5, 0.5, 0.5),
+    )
+    plain = llm.without_draft()
+    assert plain.args.draft is None
+    assert tokens_of(plain.generate(PROMPTS, greedy_params(NUM_TOKENS))) == answers

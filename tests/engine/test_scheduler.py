@@ -37,9 +37,10 @@ class Case:
     prefix_caching: bool
     arrivals: list[Arrival]
     acceptance: list[int]  # tokens committed by successive iterations, cycled
+    num_steps_ahead: int = 0  # passes that the host does not wait for
 
     def num_blocks(self) -> int:
-        lookahead = 2 * self.num_query_per_req
+        lookahead = (2 + self.num_steps_ahead) * self.num_query_per_req
         slots = max(len(a.prompt) + a.max_tokens + lookahead for a in self.arrivals)
         return 1 + -(-slots // self.kv_block_size) + self.spare_blocks
 
@@ -68,12 +69,16 @@ def cases(draw) -> Case:
         prefix_caching=draw(st.booleans()),
         arrivals=draw(st.lists(arrivals, min_size=1, max_size=8)),
         acceptance=draw(st.lists(st.integers(1, 5), min_size=1, max_size=7)),
+        num_steps_ahead=draw(st.integers(0, 1)),
     )
 
 
 @dataclass
 class Simulation:
-    """Runs a case and checks after every schedule; slots hold the tokens up to their own, or scratch."""
+    """Runs a case and checks after every schedule; slots hold the tokens up to their own, or scratch.
+
+    `device` has what each request really says; the host reads it when it has num_steps_ahead passes more in flight.
+    """
 
     case: Case
     scheduler: Scheduler = field(init=False)
@@ -81,6 +86,8 @@ class Simulation:
     held: dict[int, object] = field(default_factory=dict)
     num_steps: int = 0
     num_hits: int = 0
+    device: dict[int, list[int]] = field(default_factory=dict)  # outputs by request_id
+    flights: list[list[tuple[Request, list[int]]]] = field(default_factory=list)
     aborted_at: dict[int, int | None] = field(default_factory=dict)
     progress: tuple[int, ...] = ()  # of the oldest request
     progress_since: int = 0
@@ -89,7 +96,11 @@ class Simulation:
         case = self.case
         pool = BlockPool(case.num_blocks(), case.kv_block_size, case.prefix_caching)
         self.scheduler = Scheduler(
-            pool, case.max_num_seqs, case.max_num_batched_tokens, case.num_query_per_req
+            pool,
+            case.max_num_seqs,
+            case.max_num_batched_tokens,
+            case.num_query_per_req,
+            case.num_steps_ahead,
         )
 
     def run(self) -> None:
@@ -98,9 +109,13 @@ class Simulation:
             while arrivals and arrivals[0].step <= self.num_steps:
                 self._arrive(arrivals.pop(0))
             self._abort()
+            if not self.scheduler.can_grow():
+                self._read(0)
             work = self.scheduler.schedule(self.case.prefill_budget)
             self._check(work)
+            launched = bool(work.chunks or work.running)
             self._execute(work)
+            self._read(self.case.num_steps_ahead if launched else 0)
             self._check_progress()
             self.num_steps += 1
         pool = self.scheduler.pool
@@ -153,35 +168,49 @@ class Simulation:
         return request.blocks[block] * self.case.kv_block_size + offset
 
     def _write(self, request: Request, start: int, end: int, num_scratch: int) -> None:
-        tokens = request.tokens(0, end)
+        """K/V of the request's tokens start .. end, and scratch behind them."""
+        tokens = request.prompt_token_ids + self.device[request.request_id]
         for p in range(start, end):
             self.held[self._slot(request, p)] = tuple(tokens[: p + 1])
         for p in range(end, end + num_scratch):
             self.held[self._slot(request, p)] = "scratch"
 
     def _execute(self, work: Schedule) -> None:
-        q = self.case.num_query_per_req
+        """What the device does; a request that has ended there writes nothing more."""
+        q, flight = self.case.num_query_per_req, []
+        for request in work.admitted:
+            self.device[request.request_id] = list(request.output_token_ids)
         for chunk in work.chunks:
             request, samples, is_last = chunk.request, chunk.samples, chunk.is_last
             self._write(request, chunk.start, chunk.start + chunk.length, q if is_last else 0)
             self.scheduler.prefilled(chunk)
             if samples:
-                self._commit(request, 1)
+                self.device[request.request_id].append(0)
+                flight.append((request, [0]))
         for i, request in enumerate(work.running):
+            outputs = self.device[request.request_id]
+            left = request.max_tokens - len(outputs)
+            if left == 0:
+                flight.append((request, []))
+                continue
             accepted = self.case.acceptance[(self.num_steps + i) % len(self.case.acceptance)]
-            left = request.max_tokens - len(request.output_token_ids)
-            count = min(accepted, q, left)
-            before = request.num_computed
+            before = len(request.prompt_token_ids) + len(outputs) - 1
+            new = [(before + k) % 2 for k in range(min(accepted, q, left))]
             self._write(request, before, before + 1, 2 * q - 1)
-            request.output_token_ids += [(before + k) % 2 for k in range(count)]
-            self._write(request, before, before + count, q)
-            self._commit(request, 0)
+            outputs += new
+            self._write(request, before, before + len(new), q)
+            flight.append((request, new))
+        self.flights.append(flight)
 
-    def _commit(self, request: Request, count: int) -> None:
-        request.output_token_ids += [0] * count
-        self.scheduler.advanced(request)
-        if len(request.output_token_ids) == request.max_tokens:
-            self.scheduler.finish(request, "length")
+    def _read(self, num_left: int) -> None:
+        while len(self.flights) > num_left:
+            for request, tokens in self.flights.pop(0):
+                if request.finish_reason is not None:
+                    continue
+                request.output_token_ids += tokens
+                self.scheduler.advanced(request)
+                if len(request.output_token_ids) == request.max_tokens:
+                    self.scheduler.finish(request, "length")
 
     def _check_progress(self) -> None:
         """The oldest request gets a step at least every other time: it never waits for younger ones."""
@@ -192,7 +221,7 @@ class Simulation:
         progress = (oldest.request_id, oldest.num_computed, len(oldest.output_token_ids))
         if progress != self.progress:
             self.progress, self.progress_since = progress, self.num_steps
-        assert self.num_steps - self.progress_since <= 2
+        assert self.num_steps - self.progress_since <= 2 + self.case.num_steps_ahead
 
 
 @settings(max_examples=400, deadline=None)
@@ -217,9 +246,10 @@ def crowd(**changes) -> Case:
     return Case(**(arguments | changes))
 
 
+@pytest.mark.parametrize("num_steps_ahead", [0, 1])
 @pytest.mark.parametrize("prefix_caching", [False, True])
-def test_a_small_cache_preempts(prefix_caching):
-    simulation = Simulation(crowd(prefix_caching=prefix_caching))
+def test_a_small_cache_preempts(prefix_caching, num_steps_ahead):
+    simulation = Simulation(crowd(prefix_caching=prefix_caching, num_steps_ahead=num_steps_ahead))
     simulation.run()
     assert simulation.scheduler.num_preemptions > 3
     assert (simulation.num_hits > 3) == prefix_caching

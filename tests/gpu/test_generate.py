@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole step on a GPU: the demo pair with real weights, a Qwen3-8B-shaped pair with random ones."""
 
+import gc
+
 import pytest
 import torch
 from benchmarks.shapes import RandomWeights, qwen3_8b, qwen3_8b_draft
@@ -18,12 +20,14 @@ PROMPTS = [
 def _answers(dtype, draft, **engine_args):
     from dflash import LLM, SamplingParams
 
+    gc.collect()
     llm = LLM(
         "demo",
         "demo" if draft else None,
         dtype=dtype,
         device="cuda",
         max_model_len=1024,
+        kv_cache_memory_bytes=1 << 30,
         **engine_args,
     )
     prompts = [llm.chat_prompt([{"role": "user", "content": p}]) for p in PROMPTS]
@@ -68,6 +72,7 @@ def test_qwen3_8b_shape_runs(method):
     args = EngineArgs(
         "random",
         "random",
+        kv_cache_memory_bytes=4 << 30,
         max_num_seqs=4,
         rejection_sample_method=method,
         synthetic_acceptance_rates=rates,

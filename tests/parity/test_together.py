@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""100 HumanEval requests on the demo pair say the same alone and together, whatever the scheduler does to them."""
+"""100 HumanEval requests on the demo pair say the same alone and together, whatever the scheduler does to them.
+
+Ten minutes on two cores: `make long`. tests/engine/test_many_requests.py does the same with a tiny pair.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,16 @@ from dflash.engine.llm import LLM
 from tests.support import humaneval
 from tests.support.engine import greedy_params
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 NUM_REQUESTS = 100
-NUM_TOKENS = 24
+NUM_TOKENS = 64
 PARAMS = greedy_params(NUM_TOKENS)
 ENGINES = {
     "all at once": {"max_num_seqs": NUM_REQUESTS},
     "chunks of 16": {"max_num_seqs": NUM_REQUESTS, "max_num_batched_tokens": 16},
     "prefix cache": {"max_num_seqs": 16, "enable_prefix_caching": True},
-    "preemption": {"max_num_seqs": 64, "num_gpu_blocks_override": 1 + 160},
+    "preemption": {"max_num_seqs": 64, "num_gpu_blocks_override": 1 + 300, "kv_block_size": 4},
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 
@@ -14,6 +15,17 @@ from dflash.errors import DflashError
 from dflash.log import log_once
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+SMALLEST = {
+    "num_speculative_tokens": 1,
+    "max_model_len": 2,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "kv_block_size": 1,
+    "kv_cache_memory_bytes": 1,
+    "num_gpu_blocks_override": 2,
+}
+"""Integers, and what they may be at least."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +50,8 @@ class EngineArgs:
         kv_cache_memory_bytes: of both caches; None takes what is left (on a CPU at most 4 GiB).
         num_gpu_blocks_override: cache blocks, whatever memory says; on a CPU too.
         enforce_eager: do not capture CUDA graphs.
+        strict: every target row goes through the same arithmetic, whatever is computed beside it: its logits' bits do
+            not depend on the batch, on chunks, on N, on the drafter or on preemption. Costs padding: GEMMs of 128 rows.
         attention_backend, draft_attention_backend: "auto" or a backend's name.
         draft_sample_method: "greedy" or "gumbel".
         rejection_sample_method: "match", "standard", "block" or "synthetic", for temperature > 0.
@@ -63,6 +77,7 @@ class EngineArgs:
     kv_cache_memory_bytes: int | None = None
     num_gpu_blocks_override: int | None = None
     enforce_eager: bool = False
+    strict: bool = False
     attention_backend: str = "auto"
     draft_attention_backend: str = "auto"
     draft_sample_method: str = "greedy"
@@ -76,13 +91,15 @@ class EngineArgs:
         self._check_choice("rejection_sample_method", ("match", "standard", "block", "synthetic"))
         for name in ("kv_cache_dtype", "draft_kv_cache_dtype"):
             self._check_choice(name, ("auto", "fp8"))
-        for name in ("max_num_seqs", "max_num_batched_tokens", "kv_block_size"):
-            self._check_at_least(name, 1)
-        self._check_at_least("kv_cache_memory_bytes", 1)
-        self._check_at_least("num_gpu_blocks_override", 2)
+        for name, smallest in SMALLEST.items():
+            self._check_at_least(name, smallest)
+        if not isinstance(self.seed, Integral):
+            raise ValueError(f"seed: expected an integer, got {self.seed!r}")
         target = self.inter_token_latency_target_ms
-        if target is not None and not target > 0:
-            raise ValueError(f"inter_token_latency_target_ms must be > 0, got {target}")
+        if target is not None and not 0 < target < float("inf"):
+            raise ValueError(
+                f"inter_token_latency_target_ms must be > 0 and finite, got {target}; None = no bound"
+            )
         if self.num_speculative_tokens is not None and self.draft is None:
             raise ValueError("num_speculative_tokens needs a drafter: pass draft=")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
@@ -95,14 +112,22 @@ class EngineArgs:
             )
         for name in ("attention_backend", "draft_attention_backend"):
             self._check_choice(name, ("auto", *(backend.name for backend in BACKENDS)))
+        if self.strict and self.attention_backend not in ("auto", "native"):
+            raise ValueError(
+                f"strict needs the native attention backend, not {self.attention_backend!r}"
+            )
         if (self.rejection_sample_method == "synthetic") != bool(self.synthetic_acceptance_rates):
             raise ValueError(
                 'rejection_sample_method "synthetic" and synthetic_acceptance_rates go together'
             )
 
     def _check_at_least(self, name: str, smallest: int) -> None:
-        value = getattr(self, name)
-        if value is not None and value < smallest:
+        value, optional = getattr(self, name), type(self).__dataclass_fields__[name].default is None
+        if value is None and optional:
+            return
+        if not isinstance(value, Integral):
+            raise ValueError(f"{name}: expected an integer, got {value!r}")
+        if value < smallest:
             raise ValueError(f"{name} must be >= {smallest}, got {value}")
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:

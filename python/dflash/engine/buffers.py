@@ -5,12 +5,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 
 from dflash.engine.request import PrefillChunk, Request
+from dflash.engine.staging import RequestTable, copy_to, to_device
 
 OUTPUT_RING = 4
+BUCKET_STEP = 8
+"""Batches are padded to 1, 2, 4 or a multiple of this many requests; padded rows cost what live ones do."""
+
+
+def request_buckets(max_reqs: int, multiple: int = 1) -> list[int]:
+    """Numbers of requests that a batch is padded to, ascending: 1, 2, 4, 8, 16, 24, ... up to max_reqs.
+
+    With `multiple`, multiples of it, as small as that allows.
+    """
+    steps = range(BUCKET_STEP, max_reqs, BUCKET_STEP)
+    wanted = {b for b in (1, 2, 4, *steps, max_reqs) if b <= max_reqs}
+    return sorted({-(-b // multiple) * multiple for b in wanted})
+
+
+def request_multiple(num_query_per_req: int, tile_rows: int | None) -> int:
+    """Requests whose verified rows fill whole tiles."""
+    return 1 if tile_rows is None else tile_rows // gcd(num_query_per_req, tile_rows)
 
 
 @dataclass(frozen=True)
@@ -30,6 +49,7 @@ class RequestState:
     finished: torch.Tensor  # int32 [S]: 0 running, 1 stop token, 2 length
     step: torch.Tensor  # int64 [1]
     output_ring: torch.Tensor  # int64 [OUTPUT_RING, S, 3 + N + 1]
+    host_ring: torch.Tensor  # the same for the host to read: pinned, or output_ring itself
 
     @classmethod
     def allocate(
@@ -45,6 +65,8 @@ class RequestState:
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
+        ring = zeros(OUTPUT_RING, max_reqs, n + 4, dtype=torch.int64)
+        on_gpu = device.type == "cuda"
         return cls(
             seq_lens=zeros(max_reqs, dtype=torch.int32),
             last_sampled=zeros(max_reqs, dtype=torch.int64),
@@ -57,7 +79,10 @@ class RequestState:
             tokens_left=zeros(max_reqs, dtype=torch.int32),
             finished=zeros(max_reqs, dtype=torch.int32),
             step=zeros(1, dtype=torch.int64),
-            output_ring=zeros(OUTPUT_RING, max_reqs, n + 4, dtype=torch.int64),
+            output_ring=ring,
+            host_ring=torch.empty(ring.shape, dtype=ring.dtype, pin_memory=True)
+            if on_gpu
+            else ring,
         )
 
     def admit(self, requests: Sequence[Request]) -> None:
@@ -66,10 +91,10 @@ class RequestState:
         s starts one before a new prompt's end, since its prefill commits one token, and at the bonus
         of a resumed request.
         """
-        rows = torch.tensor([request.row for request in requests], device=self.step.device)
+        rows = to_device([request.row for request in requests], torch.int64, self.step.device)
 
         def write(table: torch.Tensor, values: list) -> None:
-            table[rows] = torch.tensor(values, dtype=table.dtype).to(table.device)
+            table[rows] = to_device(values, table.dtype, table.device)
 
         bonus = [r.output_token_ids[-1] if r.is_resumed else 0 for r in requests]
         write(self.seq_lens, [r.num_tokens - 1 for r in requests])
@@ -117,7 +142,7 @@ class Batch:
     slot_mapping: torch.Tensor  # int64 [T]
     seq_lens: torch.Tensor  # int32 [R]
     query_start_loc: torch.Tensor  # int32 [R + 1]
-    logits_rows: torch.Tensor | None  # int64 [n]: rows that get logits; None = all
+    logits_rows: torch.Tensor | None  # int64 [>= n]: rows that get logits; None = all
     logits_reqs: torch.Tensor | None  # int64 [n]: whose rows they are, beside logits_rows
     logits_start_loc: torch.Tensor  # int32 [R + 1]
     sampled_token_ids: torch.Tensor  # int64 [R, N + 1]
@@ -126,7 +151,11 @@ class Batch:
 
 
 class BatchBuffers:
-    """Backing store of every Batch, at its largest size."""
+    """Backing store of every Batch, at its largest size.
+
+    With tile_rows every batch has a multiple of it of rows, and as many that get logits: padded requests, inert, and
+    logits of row 0 that no one reads.
+    """
 
     def __init__(
         self,
@@ -136,23 +165,22 @@ class BatchBuffers:
         num_speculative_tokens: int,
         kv_block_size: int,
         device: torch.device,
+        tile_rows: int | None = None,
     ) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
+        self.tile_rows = tile_rows
         self.num_query_per_req = num_speculative_tokens + 1
         self.kv_block_size = kv_block_size
-        self.idx_mapping = zeros(max_reqs, dtype=torch.int32)
-        self.block_table = zeros(max_reqs, max_blocks, dtype=torch.int32)
-        # The host's copy by state row: a step sends the rows of its batch.
-        self._block_rows = torch.zeros(max_reqs, max_blocks, dtype=torch.int32)
-        self._num_blocks = [0] * max_reqs
+        self.requests = RequestTable(max_reqs, max_blocks, device)
+        self.idx_mapping, self.block_table = self.requests.idx_mapping, self.requests.block_table
         self.input_ids = zeros(max_rows)
         self.positions = zeros(max_rows)
         self.slot_mapping = zeros(max_rows)
         self.seq_lens = zeros(max_reqs, dtype=torch.int32)
         self.query_start_loc = zeros(max_reqs + 1, dtype=torch.int32)
-        self.logits_rows = zeros(max_reqs)
+        self.logits_rows = zeros(self._padded(max_reqs))
         self.logits_reqs = zeros(max_reqs)
         self.logits_start_loc = zeros(max_reqs + 1, dtype=torch.int32)
         self.sampled_token_ids = zeros(max_reqs, self.num_query_per_req)
@@ -162,24 +190,22 @@ class BatchBuffers:
     def admit(self, requests: Sequence[Request]) -> None:
         """Forgets the blocks of a row's last owner."""
         for request in requests:
-            self._block_rows[request.row].zero_()
-            self._num_blocks[request.row] = 0
+            self.requests.reset(request.row)
 
-    def decode(self, requests: Sequence[Request]) -> Batch:
-        """A verify batch: Q rows a request, built on the device by build_verify."""
-        self._set_requests(requests)
-        rows = len(requests) * self.num_query_per_req
-        return self._batch(
-            len(requests),
-            rows,
-            self.num_query_per_req,
-            Variant.of(requests),
-        )
+    def decode(self, requests: Sequence[Request], bucket: int | None = None) -> Batch:
+        """A verify batch: Q rows a request, built on the device by build_verify; padded to `bucket` requests."""
+        bucket = bucket or len(requests)
+        self.requests.send(requests, bucket)
+        return self.verify_batch(bucket, Variant.of(requests))
+
+    def verify_batch(self, num_reqs: int, variant: Variant) -> Batch:
+        """The arrays of a verify batch of any requests."""
+        rows = num_reqs * self.num_query_per_req
+        return self._batch(num_reqs, rows, self.num_query_per_req, variant)
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> Batch:
         """A prompt batch; the last row of a chunk that samples gets logits."""
         requests = [chunk.request for chunk in chunks]
-        self._set_requests(requests)
         ids, positions, slots, ends, sample_rows = [], [], [], [0], []
         for chunk in chunks:
             where = range(chunk.start, chunk.start + chunk.length)
@@ -189,36 +215,45 @@ class BatchBuffers:
             ends.append(len(ids))
             sample_rows += [len(ids) - 1] if chunk.samples else []
         samples = [chunk.samples for chunk in chunks]
-        _copy(self.input_ids, ids)
-        _copy(self.positions, positions)
-        _copy(self.slot_mapping, slots)
-        _copy(self.query_start_loc, ends)
-        _copy(self.seq_lens, [chunk.start + chunk.length for chunk in chunks])
-        _copy(self.logits_rows, sample_rows)
-        _copy(self.logits_reqs, [r for r, sample in enumerate(samples) if sample])
-        _copy(self.logits_start_loc, [sum(samples[:r]) for r in range(len(samples) + 1)])
+        seq_lens = [chunk.start + chunk.length for chunk in chunks]
+        longest = max(chunk.length for chunk in chunks)
+        num_padded = self._padded(len(ids)) - len(ids)
+        if num_padded:  # one more request, inert
+            ids += [0] * num_padded
+            positions += [0] * num_padded
+            slots += [-1] * num_padded
+            ends.append(len(ids))
+            samples.append(False)
+            seq_lens.append(0)
+            longest = max(longest, num_padded)
+        self.requests.send(requests, len(seq_lens))
+        copy_to(self.input_ids, ids)
+        copy_to(self.positions, positions)
+        copy_to(self.slot_mapping, slots)
+        copy_to(self.query_start_loc, ends)
+        copy_to(self.seq_lens, seq_lens)
+        copy_to(
+            self.logits_rows,
+            sample_rows + [0] * (self._padded(len(sample_rows)) - len(sample_rows)),
+        )
+        copy_to(self.logits_reqs, [r for r, sample in enumerate(samples) if sample])
+        copy_to(self.logits_start_loc, [sum(samples[:r]) for r in range(len(samples) + 1)])
         return self._batch(
-            len(chunks),
+            len(seq_lens),
             len(ids),
-            max(chunk.length for chunk in chunks),
+            longest,
             Variant.of(requests, drafts=all(chunk.is_last for chunk in chunks)),
             len(sample_rows),
         )
 
+    def _padded(self, count: int) -> int:
+        """The next multiple of tile_rows."""
+        tile = self.tile_rows or 1
+        return -(-count // tile) * tile
+
     def _slot(self, blocks: list[int], position: int) -> int:
         block, offset = divmod(position, self.kv_block_size)
         return blocks[block] * self.kv_block_size + offset
-
-    def _set_requests(self, requests: Sequence[Request]) -> None:
-        rows = [request.row for request in requests]
-        for request in requests:
-            known, blocks = self._num_blocks[request.row], request.blocks
-            if known < len(blocks):
-                new = torch.tensor(blocks[known:], dtype=torch.int32)
-                self._block_rows[request.row, known : len(blocks)] = new
-                self._num_blocks[request.row] = len(blocks)
-        _copy(self.idx_mapping, rows)
-        self.block_table[: len(rows)].copy_(self._block_rows[torch.tensor(rows)])
 
     def _batch(
         self,
@@ -244,16 +279,10 @@ class BatchBuffers:
             slot_mapping=self.slot_mapping[:rows],
             seq_lens=self.seq_lens[:reqs],
             query_start_loc=self.query_start_loc[: reqs + 1],
-            logits_rows=self.logits_rows[:num_logits] if some else None,
+            logits_rows=self.logits_rows[: self._padded(num_logits)] if some else None,
             logits_reqs=self.logits_reqs[:num_logits] if some else None,
             logits_start_loc=logits_start_loc[: reqs + 1],
             sampled_token_ids=self.sampled_token_ids[:reqs],
             num_sampled=self.num_sampled[:reqs],
             num_rejected=self.num_rejected[:reqs],
         )
-
-
-def _copy(buffer: torch.Tensor, values: list) -> None:
-    """The leading part of a device buffer from host values."""
-    if values:
-        buffer[: len(values)].copy_(torch.tensor(values, dtype=buffer.dtype))

@@ -11,9 +11,11 @@ import torch
 
 from dflash.checkpoints.config import DecoderConfig, TargetConfig
 from dflash.checkpoints.weights import TargetWeights, check_pair, load_draft, load_target
+from dflash.engine.admission import Limits
 from dflash.engine.args import DTYPES, EngineArgs, cache_dtype, resolve_device
-from dflash.engine.buffers import BatchBuffers, RequestState
+from dflash.engine.buffers import BatchBuffers, RequestState, request_buckets, request_multiple
 from dflash.engine.core import Core
+from dflash.engine.graphs import GraphRunner
 from dflash.engine.kv_cache import BlockPool
 from dflash.engine.memory import (
     MemoryProfile,
@@ -31,6 +33,7 @@ from dflash.errors import DflashError
 from dflash.log import log_once
 from dflash.models.decoder import DecoderSettings, Taps
 from dflash.models.drafter import Drafter
+from dflash.models.linear import STRICT_ROWS
 from dflash.models.target import Target
 from dflash.speculators.dflash import DFlashSpeculator
 
@@ -77,10 +80,7 @@ def build_core(args: EngineArgs) -> Engine:
         drafted = (config, weights)
     decoders = [target_config.decoder] + ([drafted[0].decoder] if drafted else [])
     max_model_len = _max_model_len(args, decoders, dtype, device)
-    kv_dtype = cache_dtype(args.kv_cache_dtype, dtype)
-    settings = DecoderSettings(
-        device, dtype, kv_dtype, args.kv_block_size, max_model_len, args.attention_backend
-    )
+    settings = _target_settings(args, device, dtype, max_model_len)
     target = Target(target_config, target_weights, settings)
     drafter = None
     if drafted is not None:
@@ -88,6 +88,7 @@ def build_core(args: EngineArgs) -> Engine:
             settings,
             kv_dtype=cache_dtype(args.draft_kv_cache_dtype, dtype),
             attention_backend=args.draft_attention_backend,
+            tile_rows=None,
         )
         drafter = Drafter(*drafted, target.embed_tokens, target.lm_head, draft_settings)
     n = _num_speculative_tokens(args, target, drafter, device)
@@ -102,18 +103,27 @@ def build_core(args: EngineArgs) -> Engine:
 
 
 def without_draft(args: EngineArgs, engine: Engine) -> Engine:
-    """A second engine on the same target weights, in the same memory, without the drafter."""
+    """A second engine on the same target weights, in the same memory; args without a drafter."""
     assert engine.target_config is not None and engine.target_weights is not None
     facts = engine.facts
-    settings = DecoderSettings(
-        facts.device, facts.dtype, cache_dtype(args.kv_cache_dtype, facts.dtype),
-        args.kv_block_size, facts.max_model_len, args.attention_backend,
-    )  # fmt: skip
+    settings = _target_settings(args, facts.device, facts.dtype, facts.max_model_len)
     target = Target(engine.target_config, engine.target_weights, settings)
-    plain = assemble(
-        replace(args, draft=None, num_speculative_tokens=None), target, None, 0, settings
-    )
+    plain = assemble(args, target, None, 0, settings)
     return replace(engine, core=plain.core, facts=plain.facts)
+
+
+def _target_settings(
+    args: EngineArgs, device: torch.device, dtype: torch.dtype, max_model_len: int
+) -> DecoderSettings:
+    return DecoderSettings(
+        device,
+        dtype,
+        cache_dtype(args.kv_cache_dtype, dtype),
+        args.kv_block_size,
+        max_model_len,
+        "native" if args.strict else args.attention_backend,
+        STRICT_ROWS if args.strict else None,
+    )
 
 
 def _log_facts(facts: EngineFacts, args: EngineArgs) -> None:
@@ -124,8 +134,6 @@ def _log_facts(facts: EngineFacts, args: EngineArgs) -> None:
         args.kv_block_size, gib(facts.cache_bytes), facts.num_blocks * args.kv_block_size,
         facts.attention_backends,
     )  # fmt: skip
-    if not args.enforce_eager and facts.device.type == "cuda":
-        log_once("the step runs eagerly: it is not captured in CUDA graphs yet", logging.INFO)
 
 
 def _max_model_len(
@@ -191,17 +199,28 @@ def assemble(
     """The engine over models that are in memory already; n = num_speculative_tokens, 0 without a drafter."""
     device, max_model_len = settings.device, settings.max_model_len
     num_query_per_req = n + 1
-    max_rows = max(args.max_num_batched_tokens, args.max_num_seqs * num_query_per_req)
-    # The verified block and the drafted one may reach past max_model_len: columns, never blocks.
-    max_blocks = -(-(max_model_len + 2 * num_query_per_req) // args.kv_block_size)
+    tile_rows = settings.tile_rows
+    multiple = request_multiple(num_query_per_req, tile_rows)
+    # Padded: whole tiles of verified rows; a prefill has one more request to fill its last tile.
+    max_reqs = max(
+        request_buckets(args.max_num_seqs, multiple)[-1],
+        args.max_num_seqs + (tile_rows is not None),
+    )
+    max_rows = max(args.max_num_batched_tokens + (tile_rows or 0), max_reqs * num_query_per_req)
+    num_steps_ahead = 1 if device.type == "cuda" else 0
+    # Blocks in flight may reach past max_model_len: columns, never blocks.
+    lookahead = (2 + num_steps_ahead) * num_query_per_req
+    max_blocks = -(-(max_model_len + lookahead) // args.kv_block_size)
     vocab_size = min(target.config.decoder.vocab_size, target.lm_head.shape[0])
     gumbel = drafter is not None and args.draft_sample_method == "gumbel"
     state = RequestState.allocate(
         args.max_num_seqs, n, device, (vocab_size, torch.float32) if gumbel else None
     )
     sampling = SamplingState.allocate(args.max_num_seqs, vocab_size, device)
-    buffers = BatchBuffers(args.max_num_seqs, max_rows, max_blocks, n, args.kv_block_size, device)
-    speculator, taps = _speculator(args, target, drafter, n, max_rows, max_model_len, vocab_size)
+    buffers = BatchBuffers(max_reqs, max_rows, max_blocks, n, args.kv_block_size, device, tile_rows)
+    speculator, taps = _speculator(
+        args, target, drafter, n, max_rows, max_reqs, max_model_len, vocab_size
+    )
     profile = profile_memory(
         args, device, target, drafter, [state, sampling, buffers, speculator, taps],
         max_rows, max_model_len, num_query_per_req,
@@ -220,15 +239,15 @@ def assemble(
         args.max_num_seqs,
         args.max_num_batched_tokens,
         num_query_per_req,
+        num_steps_ahead,
     )
     target_ms = args.inter_token_latency_target_ms
     pacer = PrefillPacer(
         None if target_ms is None else target_ms / 1e3, args.max_num_batched_tokens
     )
-    core = Core(
-        step, buffers, scheduler, pacer, max_model_len, vocab_size,
-        target.config.eos_token_ids, args.seed,
-    )  # fmt: skip
+    runner = GraphRunner(step, buffers, args.max_num_seqs, args.enforce_eager)
+    limits = Limits(max_model_len, vocab_size, target.config.eos_token_ids, args.seed)
+    core = Core(runner, scheduler, pacer, limits)
     names = {"target": _backends(target)} | ({"draft": _backends(drafter)} if drafter else {})
     facts = EngineFacts(
         device,
@@ -249,6 +268,7 @@ def _speculator(
     drafter: Drafter | None,
     n: int,
     max_rows: int,
+    max_reqs: int,
     max_model_len: int,
     vocab_size: int,
 ) -> tuple[DFlashSpeculator | None, Taps | None]:
@@ -256,7 +276,7 @@ def _speculator(
     if drafter is None:
         return None, None
     speculator = DFlashSpeculator(
-        drafter, n, max_rows, args.max_num_seqs, max_model_len, vocab_size, args.draft_sample_method
+        drafter, n, max_rows, max_reqs, max_model_len, vocab_size, args.draft_sample_method
     )
     width = len(speculator.target_layer_ids) * target.config.decoder.hidden_size
     embedding = target.embed_tokens

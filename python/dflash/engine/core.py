@@ -4,18 +4,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 
-from dflash.engine.buffers import OUTPUT_RING, BatchBuffers
+import torch
+
+from dflash.engine.admission import Limits
+from dflash.engine.buffers import OUTPUT_RING
+from dflash.engine.graphs import GraphRunner
 from dflash.engine.outputs import Logprob
 from dflash.engine.pacing import PrefillPacer
 from dflash.engine.request import PrefillChunk, Request
-from dflash.engine.sampling import MAX_STOP_TOKEN_IDS, RawLogprobs
+from dflash.engine.sampling import RawLogprobs
 from dflash.engine.sampling_params import SamplingParams
-from dflash.engine.scheduler import Scheduler
-from dflash.engine.step import Step
+from dflash.engine.scheduler import Schedule, Scheduler
+from dflash.engine.step import Flow
+from dflash.errors import DflashError
 
 FINISH_REASONS = {1: "stop", 2: "length"}
 
@@ -32,48 +37,54 @@ class NewTokens:
 
 
 @dataclass(frozen=True)
-class _Sampled:
-    """What the last pass gave one request: its ring row, and where its logits rows begin."""
+class _Flight:
+    """A pass that is enqueued and whose tokens are not read yet."""
 
-    token_ids: list[int]
-    finished: int
-    first_row: int
+    requests: list[Request]  # those that may get tokens
+    rows: list[int]  # their state rows when it was enqueued
+    rows_per_req: int  # logits rows
+    step: int  # entry of the output ring
+    logprobs: RawLogprobs | None
+    chunks: Sequence[PrefillChunk]  # of prompts; none: an iteration
+    bucket: int
+    started: float
+    done: torch.cuda.Event | None
+
+    def wait(self) -> None:
+        if self.done is not None:
+            self.done.synchronize()
 
 
 class Core:
-    """Static pieces (step, buffers) driven by the scheduler. One `step` is one prefill batch or one iteration.
+    """Static pieces (step, buffers) driven by the scheduler. One `step` enqueues one prefill batch or one iteration.
+
+    On a GPU the host is one pass behind: it enqueues the next before it reads what the last one sampled.
 
     Args:
-        step: the parts of an iteration, with the device state.
-        batch_buffers: the arrays of the batch at hand.
+        runner: the parts of an iteration, captured or not, with the device state and the batch's arrays.
         scheduler: who runs next.
         pacer: how much of a prompt may delay running requests.
-        max_model_len: prompt and output tokens a request may have.
-        vocab_size: ids a prompt may hold.
-        eos_token_ids: tokens that end a request unless it ignores them.
-        seed: seeds of requests that bring none are derived from it and the request's number.
+        limits: what a request may be.
     """
 
     def __init__(
         self,
-        step: Step,
-        batch_buffers: BatchBuffers,
+        runner: GraphRunner,
         scheduler: Scheduler,
         pacer: PrefillPacer,
-        max_model_len: int,
-        vocab_size: int,
-        eos_token_ids: Sequence[int],
-        seed: int = 0,
+        limits: Limits,
     ) -> None:
-        self._step = step
-        self._buffers = batch_buffers
+        self._runner = runner
+        self._step = runner.step
+        self._buffers = runner.buffers
         self.scheduler = scheduler
         self._pacer = pacer
-        self.max_model_len = max_model_len
-        self.vocab_size = vocab_size
-        self.eos_token_ids = tuple(eos_token_ids)
-        self.seed = seed
+        self.limits = limits
         self._num_requests = 0
+        self._num_passes = int(self._step.state.step.item())  # that wrote the output ring
+        self._flights: deque[_Flight] = deque()
+        self._last_read = 0.0
+        self._failure: DflashError | None = None
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -85,89 +96,104 @@ class Core:
         """Queues one sequence; `seed` stands in for params.seed.
 
         Raises:
-            ValueError: an empty prompt, an id outside the vocabulary, a prompt with no room for an
-                output token, more stop tokens than the device table holds, or more tokens than the cache.
+            ValueError: what Limits.admit refuses, or more tokens than the cache holds.
         """
-        prompt = list(prompt_token_ids)
-        self._check_prompt(prompt)
-        self._check_ids(params)
-        max_tokens = min(params.max_tokens, self.max_model_len - len(prompt))
-        number = self._num_requests
-        seed = params.seed if seed is None else seed
-        request = Request(
-            number,
-            prompt,
-            params,
-            max_tokens,
-            _derived(self.seed, number) if seed is None else seed,
-        )
+        if self._failure is not None:
+            raise self._failure
+        request = self.limits.admit(self._num_requests, prompt_token_ids, params, seed)
         request.arrived_at = time.perf_counter()
-        request.statistics.num_requests = 1
-        request.statistics.num_prompt_tokens = len(prompt)
         self.scheduler.add(request)
         self._num_requests += 1
         return request
-
-    def _check_prompt(self, prompt: list[int]) -> None:
-        if not prompt:
-            raise ValueError("the prompt has no tokens: expected at least one")
-        if len(prompt) >= self.max_model_len:
-            raise ValueError(
-                f"the prompt has {len(prompt)} tokens; with max_model_len {self.max_model_len} at most "
-                f"{self.max_model_len - 1} leave room for an answer: shorten it or raise max_model_len"
-            )
-        odd = next((t for t in prompt if not isinstance(t, Integral)), None)
-        if odd is not None:
-            raise ValueError(f"the prompt holds {odd!r}: expected text or token ids")
-        outside = next((t for t in prompt if not 0 <= t < self.vocab_size), None)
-        if outside is not None:
-            raise ValueError(
-                f"prompt token {outside} is outside the vocabulary of {self.vocab_size}"
-            )
-
-    def _check_ids(self, params: SamplingParams) -> None:
-        stops = self.stop_token_ids(params)
-        if len(stops) > MAX_STOP_TOKEN_IDS:
-            raise ValueError(
-                f"{len(stops)} stop tokens (end-of-sequence ones included): at most {MAX_STOP_TOKEN_IDS}"
-            )
-        outside = next((t for t in params.logit_bias if t >= self.vocab_size), None)
-        if outside is not None:
-            raise ValueError(
-                f"logit_bias token {outside} is outside the vocabulary of {self.vocab_size}"
-            )
-
-    def stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """Tokens that end a request: its own and, unless ignored, the model's."""
-        eos = () if params.ignore_eos else self.eos_token_ids
-        return tuple(dict.fromkeys([*params.stop_token_ids, *eos]))
 
     def abort(self, request: Request, reason: str = "abort") -> None:
         """Ends a request that has not finished; its row and blocks are free at once."""
         if request.finish_reason is None:
             self.scheduler.finish(request, reason)
 
-    def step(self) -> list[NewTokens]:
-        """One prefill batch, or one iteration of all running requests; they alternate while both have work.
+    def reset(self, requests: Iterable[Request]) -> None:
+        """Ends all requests, which are these, where an interrupt may have fallen anywhere."""
+        for request in requests:
+            request.finish_reason = request.finish_reason or "error"
+        self._forget_flights()
+        self.scheduler.reset()
 
-        An exception ends the requests of the batch at hand: the device may be ahead of the host.
+    def step(self) -> list[NewTokens]:
+        """Enqueues one prefill batch, or one iteration of all running requests; they alternate while both have work.
+
+        Returns:
+            What earlier passes (on a CPU this one) committed.
+
+        Raises:
+            Exception: of a pass; the requests in flight end with the reason "error".
+            DflashError: a CUDA error: nothing runs any more.
         """
-        work = self.scheduler.schedule(self._pacer.budget())
-        requests = [chunk.request for chunk in work.chunks] or work.running
+        if self._failure is not None:
+            raise self._failure
+        work = None
         try:
-            self._admit(work.admitted)
-            return self._prefill(work.chunks) if work.chunks else self._decode(work.running)
-        except BaseException:
-            for request in {*requests, *work.admitted}:
-                self.abort(request, "error")
-            raise
+            # Who has to give blocks back must not be in flight.
+            new = [] if self.scheduler.can_grow() else self._read_all(0)
+            work = self.scheduler.schedule(self._pacer.budget())
+            launched = self._launch(work)
+            return new + self._read_all(self._runner.num_steps_ahead if launched else 0)
+        except BaseException as error:
+            self._fail(work, error)
+            raise self._failure or error from None
+
+    def _launch(self, work: Schedule) -> bool:
+        """Enqueues the work; False where there is none."""
+        self._admit(work.admitted)
+        if work.chunks:
+            self._flights.append(self._prefill(work.chunks))
+            return True
+        # Every iteration gives a token: who is out of tokens then has ended by now.
+        running = [r for r in work.running if r.tokens_left > r.num_in_flight]
+        if running:
+            self._flights.append(self._decode(running))
+        return bool(running)
+
+    def _read_all(self, num_left: int) -> list[NewTokens]:
+        """Reads passes until num_left are in flight."""
+        new = []
+        while len(self._flights) > num_left:
+            new += self._read(self._flights[0])
+            self._flights.popleft()
+        return new
+
+    def _fail(self, work: Schedule | None, error: BaseException) -> None:
+        """Ends the requests of every pass that is under way: the device may be ahead of the host."""
+        lost = [r for flight in self._flights for r in flight.requests]
+        if work is not None:
+            lost += [*work.admitted, *work.running, *(chunk.request for chunk in work.chunks)]
+        if is_cuda_error(error):
+            numbers = sorted({r.request_id for r in lost})
+            buckets = sorted({flight.bucket for flight in self._flights})
+            self._failure = DflashError(
+                f"the engine stopped at a CUDA error with requests {numbers} in flight, batches padded to {buckets}: "
+                f"{str(error).splitlines()[0]}; make a new process"
+            )
+            self._failure.__cause__ = error
+        self._forget_flights()
+        for request in lost:
+            self.abort(request, "error")
+
+    def _forget_flights(self) -> None:
+        for request in (r for flight in self._flights for r in flight.requests):
+            request.num_in_flight = 0
+        self._flights.clear()
+        if self._failure is None:
+            # A pass may have broken off before it counted itself.
+            self._num_passes = int(self._step.state.step.item())
 
     def _admit(self, requests: list[Request]) -> None:
         if not requests:
             return
         self._buffers.admit(requests)
         self._step.state.admit(requests)
-        self._step.sampling.admit(requests, [self.stop_token_ids(r.params) for r in requests])
+        self._step.sampling.admit(
+            requests, [self.limits.stop_token_ids(r.params) for r in requests]
+        )
         now = time.perf_counter()
         for request in requests:
             if request.is_resumed:
@@ -175,74 +201,102 @@ class Core:
             request.statistics.queue_seconds = now - request.arrived_at
             request.statistics.num_cached_tokens = request.num_computed
 
-    def _prefill(self, chunks: list[PrefillChunk]) -> list[NewTokens]:
+    def _prefill(self, chunks: list[PrefillChunk]) -> _Flight:
         started = time.perf_counter()
-        flow = self._step.prefill(self._buffers.prefill(chunks))
         sampled = [chunk.request for chunk in chunks if chunk.samples]
-        rows = self._read(sampled, range(len(sampled)))
-        seconds = time.perf_counter() - started
-        self._pacer.prefilled(sum(chunk.length for chunk in chunks), seconds)
+        batch = self._buffers.prefill(chunks)
+        flow = self._step.prefill(batch)
         for chunk in chunks:
-            chunk.request.statistics.prefill_seconds += seconds
-            self.scheduler.prefilled(chunk)
-        for request in sampled:
-            request.statistics.num_output_tokens += 1
-        return self._commit(sampled, rows, flow.logprobs, 0)
+            self.scheduler.prefilled(chunk)  # later passes run behind this one
+        return self._flight(sampled, 1, flow, started, chunks)
 
-    def _decode(self, requests: list[Request]) -> list[NewTokens]:
-        if not requests:
-            return []
+    def _decode(self, requests: list[Request]) -> _Flight:
         started = time.perf_counter()
-        flow = self._step.decode(self._buffers.decode(requests))
-        q = self._buffers.num_query_per_req
-        rows = self._read(requests, range(0, q * len(requests), q))
-        seconds = time.perf_counter() - started
-        self._pacer.decoded(seconds)
-        for request, row in zip(requests, rows, strict=True):
-            count = len(row.token_ids)
-            request.statistics.record_step(self.num_speculative_tokens, count, seconds)
-        return self._commit(requests, rows, flow.logprobs, self.num_speculative_tokens)
+        batch = self._buffers.decode(requests, self._runner.bucket(len(requests)))
+        flow = self._runner.decode(batch)
+        return self._flight(requests, self._buffers.num_query_per_req, flow, started)
 
-    def _read(self, requests: list[Request], first_rows: range) -> list[_Sampled]:
-        """What the last pass sampled for each request."""
-        if not requests:
+    def _flight(
+        self,
+        requests: list[Request],
+        rows_per_req: int,
+        flow: Flow,
+        started: float,
+        chunks: Sequence[PrefillChunk] = (),
+    ) -> _Flight:
+        """What was just enqueued."""
+        step = self._num_passes
+        self._num_passes += flow.batch.variant.drafts  # a pass that only observes writes no ring
+        for request in requests:
+            request.num_in_flight += 1
+        done = None
+        if self._runner.num_steps_ahead:
+            done = torch.cuda.Event()
+            done.record()
+        return _Flight(
+            requests, [r.row for r in requests], rows_per_req, step, flow.logprobs,
+            chunks, flow.batch.num_reqs, started, done,
+        )  # fmt: skip
+
+    def _read(self, flight: _Flight) -> list[NewTokens]:
+        """What a pass committed, once it has run."""
+        flight.wait()
+        now = time.perf_counter()
+        seconds = now - max(flight.started, self._last_read)
+        self._last_read = now
+        if flight.chunks:
+            self._pacer.prefilled(sum(chunk.length for chunk in flight.chunks), seconds)
+        else:
+            self._pacer.decoded(seconds)
+        for chunk in flight.chunks:
+            chunk.request.statistics.prefill_seconds += seconds
+        if not flight.requests:
             return []
-        state = self._step.state
-        step = int(state.step.item()) - 1
-        ring = state.output_ring[step % OUTPUT_RING].tolist()
-        rows = [ring[request.row] for request in requests]
-        assert all(row[0] == step for row in rows), (
+        ring = self._step.state.host_ring[flight.step % OUTPUT_RING]
+        rows = ring[flight.rows].tolist()
+        assert all(row[0] == flight.step for row in rows), (
             "the output ring was overwritten before it was read"
         )
-        return [
-            _Sampled(row[3 : 3 + row[1]], row[2], first)
-            for row, first in zip(rows, first_rows, strict=True)
-        ]
+        logprobs = None if flight.logprobs is None else flight.logprobs.to_lists()
+        new = []
+        for i, (request, row) in enumerate(zip(flight.requests, rows, strict=True)):
+            request.num_in_flight -= 1
+            if request.finish_reason is not None:  # it ended, or was aborted, in the meantime
+                continue
+            listed = None
+            if logprobs is not None and request.params.logprobs is not None:
+                first = i * flight.rows_per_req
+                listed = logprobs.listed(first, row[3 : 3 + row[1]], request.params.logprobs)
+            new.append(self._commit(request, row, listed, flight, seconds))
+        return new
 
     def _commit(
         self,
-        requests: list[Request],
-        rows: list[_Sampled],
-        logprobs: RawLogprobs | None,
-        num_draft_tokens: int,
-    ) -> list[NewTokens]:
-        host = None if logprobs is None else logprobs.to_host()
-        new = []
-        for request, row in zip(requests, rows, strict=True):
-            request.output_token_ids += row.token_ids
-            self.scheduler.advanced(request)
-            reason = FINISH_REASONS.get(row.finished)
-            if reason is not None:
-                self.scheduler.finish(request, reason)
-            wanted = request.params.logprobs
-            listed = None
-            if host is not None and wanted is not None:
-                listed = host.listed(row.first_row, row.token_ids, wanted)
-            new.append(NewTokens(request, row.token_ids, reason, listed, num_draft_tokens))
-        return new
+        request: Request,
+        row: list[int],
+        logprobs: list[dict[int, Logprob]] | None,
+        flight: _Flight,
+        seconds: float,
+    ) -> NewTokens:
+        """One request's row of the ring: step, num_sampled, finished, tokens."""
+        count, finished, statistics = row[1], row[2], request.statistics
+        tokens = row[3 : 3 + count]
+        num_draft_tokens = 0 if flight.chunks else self.num_speculative_tokens
+        if flight.chunks:
+            statistics.num_output_tokens += count
+            statistics.num_first_tokens += 1
+        else:
+            statistics.record_step(num_draft_tokens, count, seconds)
+        request.output_token_ids += tokens
+        self.scheduler.advanced(request)
+        reason = FINISH_REASONS.get(finished)
+        if reason is not None:
+            self.scheduler.finish(request, reason)
+        return NewTokens(request, tokens, reason, logprobs, num_draft_tokens)
 
 
-def _derived(seed: int, number: int) -> int:
-    """64 signed bits; an odd multiplier spreads request numbers over them."""
-    value = (seed + 1 + number) * 0x9E3779B97F4A7C15 % 2**64
-    return value - 2**64 if value >= 2**63 else value
+def is_cuda_error(error: BaseException) -> bool:
+    """Whether the device is lost; being out of memory is not that."""
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return False
+    return isinstance(error, RuntimeError) and "CUDA error" in str(error)

@@ -72,7 +72,12 @@ class Detokenizer:
         self._context, self._prefix = self._prefix, len(self._ids)
 
     def _text_of(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=self.skip_special_tokens)  # pyright: ignore
+        # Cleaning up drops spaces before punctuation: text would change behind what was released.
+        return self.tokenizer.decode(  # pyright: ignore
+            ids,
+            skip_special_tokens=self.skip_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
 
     def _find_stop(self) -> None:
         before, self._searched = self._searched, len(self._decoded)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dflash.engine.core import Core, NewTokens
@@ -27,6 +27,7 @@ class _Sequence:
     detokenizer: Detokenizer
     logprobs: list[dict[int, Logprob]] | None
     output: CompletionOutput | None = None
+    num_taken: int = 0  # tokens handed over
 
 
 class Job:
@@ -44,14 +45,12 @@ class Job:
         self.sequences: list[_Sequence] = []
         self.chunks: deque[StreamChunk] = deque()
         self.error: Exception | None = None
+        self.done = False  # nothing more will come: set when everything else is in its place
+        self.dropped = False  # no one waits for it any more
+        self.failing = False  # its end with an error was asked for
         self._tokenizer = tokenizer
         self._token_ids: list[int] = []
         self._stop_ids: tuple[int, ...] = ()
-
-    @property
-    def done(self) -> bool:
-        """Nothing more will come."""
-        return self.error is not None or all(s.output is not None for s in self.sequences)
 
     @property
     def finished(self) -> RequestOutput:
@@ -64,7 +63,8 @@ class Job:
             outputs = [CompletionOutput(0, "", [], "error", error=self.error)]
         number = self.sequences[0].request.request_id if self.sequences else -1
         text = self.prompt if isinstance(self.prompt, str) else None
-        return RequestOutput(number, text, self._token_ids, outputs, total)
+        cached = self.sequences[0].request.statistics.num_cached_tokens if self.sequences else 0
+        return RequestOutput(number, text, self._token_ids, outputs, total, cached)
 
     def raise_error(self) -> None:
         if self.error is not None:
@@ -80,7 +80,7 @@ class Job:
         self._stop_ids = tuple(self.params.stop_token_ids)
         params = self.params
         for index in range(params.n):
-            seed = None if params.seed is None else _wrapped(params.seed + index)
+            seed = None if params.seed is None else _wrapped(int(params.seed) + index)
             request = core.add_request(self._token_ids, params, seed)
             detokenizer = Detokenizer(
                 self._tokenizer,
@@ -94,15 +94,18 @@ class Job:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
+            prompt.encode()  # a tokenizer does not say what it dislikes about half a character
             bos = self._tokenizer.bos_token
             has_bos = bool(bos) and prompt.startswith(bos)
             return self._tokenizer.encode(prompt, add_special_tokens=not has_bos)
-        if isinstance(prompt, Sequence):
+        if hasattr(prompt, "tolist"):  # an array or a tensor
+            prompt = prompt.tolist()  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
             return list(prompt)
         raise ValueError(f"a prompt must be text or a sequence of token ids, got {prompt!r}")
 
-    def take(self, new: NewTokens) -> list[_Sequence]:
-        """Turns new tokens into a chunk; returns the sequences that ended with it."""
+    def take(self, new: NewTokens) -> tuple[StreamChunk, list[_Sequence]]:
+        """Turns new tokens into a chunk, for `hand_over`; and the sequences that end with it."""
         sequence = next(s for s in self.sequences if s.request is new.request)
         text = self._push(sequence, new)
         tokens, logprobs = new.token_ids, new.logprobs
@@ -112,15 +115,23 @@ class Job:
             tokens = tokens[: len(tokens) - cut]
             logprobs = None if logprobs is None else logprobs[: len(tokens)]
             del sequence.request.output_token_ids[-cut:]
-            sequence.request.statistics.num_output_tokens -= cut
+            sequence.request.statistics.take_back(cut, len(new.token_ids))
+        sequence.num_taken += len(tokens)
         if sequence.logprobs is not None:
             sequence.logprobs += logprobs or []
         ended = sequence.detokenizer.stopped or new.finish_reason is not None
         if ended:
             sequence.output = self._output(sequence, new)
-        finished = self.finished if self.done else None
-        self.chunks.append(StreamChunk(text, tokens, sequence.index, logprobs, finished))
-        return [sequence] if ended else []
+        last = all(s.output is not None for s in self.sequences)
+        finished = self.finished if last else None
+        chunk = StreamChunk(text, tokens, sequence.index, logprobs, finished)
+        return chunk, [sequence] if ended else []
+
+    def hand_over(self, chunk: StreamChunk) -> None:
+        """Gives a chunk to whoever waits; the last one ends the job."""
+        self.chunks.append(chunk)
+        # A job that is to fail, because its callback did, ends with that.
+        self.done = chunk.finished is not None and not self.failing
 
     @staticmethod
     def _push(sequence: _Sequence, new: NewTokens) -> str:
@@ -142,15 +153,23 @@ class Job:
         )
 
     def fail(self, error: Exception) -> list[_Sequence]:
-        """Ends the job; returns the sequences that were still running."""
-        self.error = error
+        """Gives every sequence its output; returns those that were still running. `end` follows."""
         running = [s for s in self.sequences if s.output is None]
-        for s in running:
-            tokens = list(s.request.output_token_ids)
+        for s in self.sequences:
+            if s.output is not None:
+                s.output = replace(s.output, finish_reason="error", stop_reason=None, error=error)
+                continue
+            # Tokens whose text or logprobs could not be made were not handed over.
+            tokens = s.request.output_token_ids[: s.num_taken]
             s.output = CompletionOutput(
                 s.index, s.detokenizer.text, tokens, "error", None, s.logprobs, error
             )
         return running
+
+    def end(self, error: Exception) -> None:
+        """The job has failed, and whoever waits may know."""
+        self.error = error
+        self.done = True
 
 
 def _wrapped(seed: int) -> int:

@@ -39,8 +39,12 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.kv_block_size = kv_block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self._free = OrderedDict.fromkeys(range(1, num_blocks))
-        self._num_owners = [0] * num_blocks
+        self.reset()
+
+    def reset(self) -> None:
+        """Every block is free and holds nothing."""
+        self._free = OrderedDict.fromkeys(range(1, self.num_blocks))
+        self._num_owners = [0] * self.num_blocks
         self._published: dict[_Key, tuple[int, int]] = {}  # to (block, prefix with the block)
         self._key_of: dict[int, _Key] = {}
         self._last_prefix_id = ROOT_PREFIX

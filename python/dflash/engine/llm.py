@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from dflash.engine.args import EngineArgs
 from dflash.engine.build import Engine, build_core, without_draft
 from dflash.engine.generation_config import default_sampling_params
 from dflash.engine.job import Job, Prompt
+from dflash.engine.jobs import Jobs
 from dflash.engine.metrics import Metrics, Monitor
 from dflash.engine.outputs import RequestOutput, StreamChunk
 from dflash.engine.sampling_params import SamplingParams
@@ -56,21 +58,28 @@ class LLM:
         self.args = args
         self.core, self.facts = engine.core, engine.facts
         self.tokenizer = tokenizer
-        self.statistics = Statistics()
         self.metrics = Metrics(args.model, engine.facts.num_speculative_tokens)
-        self._monitor = Monitor(self.core, self.metrics)
+        self._jobs = Jobs(self.core, Monitor(self.core, self.metrics))
         self._default_params = default_sampling_params(engine.model_dir)
         self._engine = engine
-        self._jobs: dict[int, Job] = {}  # by the number of each of their requests
-        self._lock = threading.RLock()
-        self._stepping = False
-        self._dropped: list[Job] = []  # while a step ran
         self._worker = ThreadPoolExecutor(1, "dflash")  # steps on behalf of coroutines
+
+    @property
+    def statistics(self) -> Statistics:
+        """Of every sequence that has ended, however it did."""
+        return self._jobs.statistics
 
     def without_draft(self) -> LLM:
         """An LLM on the same target weights, in the same memory, without the drafter."""
         plain = LLM.__new__(LLM)
-        plain._start(self.args, without_draft(self.args, self._engine), self.tokenizer)
+        args = replace(
+            self.args,
+            draft=None,
+            num_speculative_tokens=None,
+            rejection_sample_method="match",
+            synthetic_acceptance_rates=None,
+        )
+        plain._start(args, without_draft(args, self._engine), self.tokenizer)
         return plain
 
     def chat_prompt(self, messages: list[dict[str, str]]) -> str:
@@ -107,17 +116,19 @@ class LLM:
             Exception: that of the first prompt, when every one failed.
         """
         many = _as_list(prompts)
-        jobs = [
-            self._submit(*pair)
-            for pair in zip(many, self._params(many, sampling_params), strict=True)
-        ]
+        params = self._params(many, sampling_params)
+        jobs = [self._job(*pair) for pair in zip(many, params, strict=True)]
         try:
-            while not all(job.done for job in jobs):
-                self._step_for(next(job for job in jobs if not job.done))
+            for job in jobs:
+                self._jobs.submit(job)
+            while not all(job.done and not job.chunks for job in jobs):
+                waiting = next((job for job in jobs if not job.done), None)
+                if waiting is not None:
+                    self._jobs.step_for(waiting)
                 self._call_back(jobs, callback)
-            self._call_back(jobs, callback)
         finally:
-            self._drop(jobs)
+            for job in jobs:
+                self._jobs.drop(job)
         if all(job.error is not None for job in jobs):
             for job in jobs[:1]:
                 job.raise_error()
@@ -134,16 +145,17 @@ class LLM:
         Raises:
             Exception: why the request cannot be served, or what its detokeniser raised.
         """
-        job = self._submit(prompt, *self._params([prompt], sampling_params))
+        job = self._job(prompt, *self._params([prompt], sampling_params))
         try:
-            while job.chunks or not job.done:
+            self._jobs.submit(job)
+            while not job.done or job.chunks:  # in this order: the last chunk comes first
                 if job.chunks:
                     yield job.chunks.popleft()
                 else:
-                    self._step_for(job)
+                    self._jobs.step_for(job)
             job.raise_error()
         finally:
-            self._drop([job])
+            self._jobs.drop(job)
 
     async def stream_async(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -151,16 +163,17 @@ class LLM:
         """`stream` for coroutines: any number of them share the batch, none blocks the event loop."""
         (params,) = self._params([prompt], sampling_params)
         run = asyncio.get_running_loop().run_in_executor
-        job = await run(self._worker, self._submit, prompt, params)
+        job = self._job(prompt, params)
         try:
-            while job.chunks or not job.done:
+            await run(self._worker, self._jobs.submit, job)  # the tokenizer may take its time
+            while not job.done or job.chunks:  # in this order: the last chunk comes first
                 if job.chunks:
                     yield job.chunks.popleft()
                 else:
-                    await run(self._worker, self._step_for, job)
+                    await run(self._worker, self._jobs.step_for, job)
             job.raise_error()
         finally:
-            await run(self._worker, self._drop, [job])
+            self._jobs.drop(job)  # at once: a second cancellation could end a wait
 
     def _params(self, prompts: Sequence[Prompt], params: Params) -> list[SamplingParams]:
         """One for each prompt."""
@@ -178,101 +191,20 @@ class LLM:
             )
         return list(params)
 
-    def _submit(self, prompt: Prompt, params: SamplingParams) -> Job:
-        """Queues a prompt's sequences; a refusal becomes the job's error."""
-        with self._lock:
-            job = Job(prompt, params, self.tokenizer)
-            try:
-                job.start(self.core)
-            except (ValueError, TypeError) as error:
-                self._fail(job, error)
-            for sequence in job.sequences:
-                self._jobs[sequence.request.request_id] = job
-            return job
-
-    def _step_for(self, job: Job) -> None:
-        """One engine step unless the job has news already; every job finds its own chunks."""
-        with self._lock:
-            if job.chunks or job.done:
-                return
-            self._stepping = True
-            try:
-                self._step()
-            finally:
-                self._stepping = False
-                self._drop(self._dropped)
-                self._dropped = []
-
-    def _step(self) -> None:
-        try:
-            new = self.core.step()
-        except BaseException as error:
-            if not self._step_failed(error) or not isinstance(error, Exception):
-                raise
-            logger.exception("a step failed")
-            return
-        self._monitor.stepped(new)
-        for tokens in new:
-            self._deliver(self._jobs[tokens.request.request_id], tokens)
-
-    def _deliver(self, job: Job, tokens) -> None:
-        if job.done:  # a sequence of a job that failed in this very step
-            return
-        try:
-            ended = job.take(tokens)
-        except Exception as error:
-            self._fail(job, error)
-            return
-        for sequence in ended:
-            assert sequence.output is not None
-            self.core.abort(sequence.request)
-            self._monitor.finished(sequence.request, sequence.output.finish_reason)
-        if job.done:
-            self.statistics.add(job.finished.statistics)
-
-    def _step_failed(self, error: BaseException) -> list[Job]:
-        """The jobs of the batch are lost, and get the error; those that still wait are not."""
-        lost = []
-        for job in {id(job): job for job in self._jobs.values()}.values():
-            if any(s.request.finish_reason == "error" for s in job.sequences) and not job.done:
-                failure = DflashError(f"a step of the request's batch failed: {error!r}")
-                failure.__cause__ = error
-                self._fail(job, failure)
-                lost.append(job)
-        return lost
-
-    def _fail(self, job: Job, error: Exception) -> None:
-        for sequence in job.fail(error):
-            self.core.abort(sequence.request, "error")
-            self._monitor.finished(sequence.request, "error")
-
-    def _drop(self, jobs: Sequence[Job]) -> None:
-        """Forgets jobs; sequences that have not finished end here."""
-        with self._lock:
-            if (
-                self._stepping
-            ):  # an iterator was garbage and collected in the middle of this thread's step
-                self._dropped += jobs
-                return
-            for job in jobs:
-                for sequence in job.sequences:
-                    self._jobs.pop(sequence.request.request_id, None)
-                    if sequence.output is None:
-                        self.core.abort(sequence.request)
-                        self._monitor.finished(sequence.request, "abort")
+    def _job(self, prompt: Prompt, params: SamplingParams) -> Job:
+        return Job(prompt, params, self.tokenizer)
 
     def _call_back(self, jobs: Sequence[Job], callback: Callback | None) -> None:
         """Hands over and forgets what has come since the last call."""
         for number, job in enumerate(jobs):
             while job.chunks:
                 chunk = job.chunks.popleft()
-                if callback is None or job.error is not None:
+                if callback is None or job.failing:
                     continue
                 try:
                     callback(number, chunk)
                 except Exception as error:
-                    with self._lock:
-                        self._fail(job, error)
+                    self._jobs.fail(job, error)
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -293,6 +225,10 @@ def load_tokenizer(folder: Path) -> Any:
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and isinstance(prompts[0], int):
+    if hasattr(prompts, "tolist"):  # an array or a tensor
+        prompts = prompts.tolist()  # pyright: ignore[reportAttributeAccessIssue]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise ValueError(f"prompts: expected text, token ids or a list of these, got {prompts!r}")
+    if prompts and isinstance(prompts[0], Integral):
         return [prompts]  # pyright: ignore[reportReturnType]
     return list(prompts)  # pyright: ignore[reportReturnType]

@@ -10,12 +10,16 @@ from dataclasses import dataclass, fields, is_dataclass
 import torch
 
 from dflash.engine.args import EngineArgs
+from dflash.engine.buffers import request_buckets
 from dflash.errors import DflashError
 from dflash.models.drafter import Drafter
 from dflash.models.target import Target
 from dflash.ops.paged_attention import paged_attention_workspace_size
 
 CPU_CACHE_BYTES = 4 << 30
+GRAPH_BYTES = 16 << 20
+"""Of one CUDA graph, without its tensors."""
+
 ALLOCATOR_SLACK = 0.02
 """Of the memory that may be used: what a caching allocator loses to rounding and fragments."""
 
@@ -132,15 +136,19 @@ def profile_memory(
         free, total = torch.cuda.mem_get_info(device)
         others = max(0, total - free - held)
     q = num_query_per_req
+    logits = _logits_bytes(args.max_num_seqs, q, target, drafter)
+    # A pool holds the largest graph's intermediate tensors once more; each graph has its nodes.
+    graphs = logits + max(_activation_bytes(model, args.max_num_seqs * q) for model in models)
+    graphs += GRAPH_BYTES * 2 * len(request_buckets(args.max_num_seqs))
     return MemoryProfile(
         limit=int(total * (args.gpu_memory_utilization - ALLOCATOR_SLACK)),
         others=others,
         weights=weights,
         buffers=held - weights,
-        logits=_logits_bytes(args.max_num_seqs, q, target, drafter),
+        logits=logits,
         activations=max(_activation_bytes(model, max_rows) for model in models),
         workspaces=sum(_workspace_bytes(m, args.max_num_seqs, q, max_model_len) for m in models),
-        graphs=0,
+        graphs=0 if args.enforce_eager or device.type == "cpu" else graphs,
     )
 
 

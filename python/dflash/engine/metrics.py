@@ -104,13 +104,17 @@ class Monitor:
         self._clock = clock
         self._num_preemptions = 0
         self._window = _Window(clock())
+        # Read when they are asked for: a request may also end between two steps.
+        scheduler = core.scheduler
+        metrics.num_requests_running.set_function(
+            lambda: len(scheduler.running) + len(scheduler.prefilling)
+        )
+        metrics.num_requests_waiting.set_function(lambda: len(scheduler.waiting))
+        metrics.kv_cache_usage.set_function(lambda: scheduler.pool.usage)
 
     def stepped(self, new: Sequence[NewTokens]) -> None:
         """Counts what one step committed."""
         now, m, scheduler = self._clock(), self.metrics, self._core.scheduler
-        m.num_requests_running.set(len(scheduler.running) + len(scheduler.prefilling))
-        m.num_requests_waiting.set(len(scheduler.waiting))
-        m.kv_cache_usage.set(scheduler.pool.usage)
         m.num_preemptions.inc(scheduler.num_preemptions - self._num_preemptions)
         self._num_preemptions = scheduler.num_preemptions
         for tokens in new:

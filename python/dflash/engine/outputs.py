@@ -55,18 +55,23 @@ class Usage:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A finished prompt: n sequences in the order of their index, and what they cost."""
+    """A finished prompt: n sequences in the order of their index, and what they cost.
+
+    num_cached_tokens are those of the prompt that its first sequence found in the prefix cache; statistics count
+    the prompt once a sequence.
+    """
 
     request_id: int
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     statistics: Statistics = field(default_factory=Statistics)
+    num_cached_tokens: int = 0
 
     @property
     def usage(self) -> Usage:
         tokens = sum(len(output.token_ids) for output in self.outputs)
-        return Usage(len(self.prompt_token_ids), tokens, self.statistics.num_cached_tokens)
+        return Usage(len(self.prompt_token_ids), tokens, self.num_cached_tokens)
 
 
 @dataclass(frozen=True)

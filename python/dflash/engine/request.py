@@ -32,12 +32,17 @@ class Request:
     num_published: int = 0  # leading blocks that are in the prefix cache
     prefix_id: int = ROOT_PREFIX  # of those blocks
     # The core's:
+    num_in_flight: int = 0  # passes whose tokens are not read yet
     arrived_at: float = 0.0
     last_token_at: float | None = None
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def tokens_left(self) -> int:
+        return self.max_tokens - len(self.output_token_ids)
 
     @property
     def is_resumed(self) -> bool:

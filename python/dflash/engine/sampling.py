@@ -11,6 +11,7 @@ import torch
 from dflash.engine.outputs import Logprob
 from dflash.engine.request import Request
 from dflash.engine.sampling_params import MAX_LOGIT_BIAS
+from dflash.engine.staging import to_device
 
 MAX_STOP_TOKEN_IDS = 16
 IN_PROMPT = -(2**31)
@@ -59,10 +60,10 @@ class SamplingState:
     def admit(self, requests: Sequence[Request], stop_token_ids: Sequence[Sequence[int]]) -> None:
         """Writes the rows of new requests."""
         params = [request.params for request in requests]
-        rows = torch.tensor([request.row for request in requests], device=self.seeds.device)
+        rows = to_device([request.row for request in requests], torch.int64, self.seeds.device)
 
         def write(table: torch.Tensor, values: list) -> None:
-            table[rows] = torch.tensor(values, dtype=table.dtype).to(table.device)
+            table[rows] = to_device(values, table.dtype, table.device)
 
         write(self.temperatures, [p.temperature for p in params])
         write(self.seeds, [request.seed for request in requests])
@@ -105,7 +106,11 @@ class RawLogprobs:
     top_ids: torch.Tensor  # int64 [n, k]
     top_logprobs: torch.Tensor  # float32 [n, k]
 
-    def to_host(self) -> HostLogprobs:
+    def start_to_host(self) -> RawLogprobs:
+        """The same in host memory; there once the work enqueued so far has run."""
+        return RawLogprobs(*(_start_to_host(getattr(self, f.name)) for f in fields(self)))
+
+    def to_lists(self) -> HostLogprobs:
         return HostLogprobs(*(getattr(self, f.name).tolist() for f in fields(self)))
 
 
@@ -135,6 +140,13 @@ def raw_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> R
     top = logprobs.topk(count, dim=-1)
     ranks = (logprobs > chosen).sum(-1) + 1
     return RawLogprobs(chosen[:, 0], ranks, top.indices, top.values)
+
+
+def _start_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
 
 def _min_seq_len(request: Request) -> int:

@@ -29,7 +29,8 @@ class SamplingParams:
     """How one request is sampled; vLLM's names, defaults and meanings.
 
     Logits are processed in this order: logit_bias, min_tokens, repetition_penalty, frequency_penalty, presence_penalty,
-    temperature, min_p, top_k, top_p. A drafted block is judged as if its tokens came one by one.
+    temperature, min_p, top_k, top_p. A drafted block is judged as if its tokens came one by one. None is no stop,
+    stop_token_ids or logit_bias.
 
     Args:
         n: sequences to sample for the prompt; sequence i has seed + i.
@@ -85,6 +86,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._refuse()
+        self._copy()
         self._check_numbers()
         self._check_ranges()
         self._check_ids()
@@ -93,8 +95,22 @@ class SamplingParams:
 
     def _refuse(self) -> None:
         for name, reason in REFUSED.items():
-            if getattr(self, name):
+            value = getattr(self, name)
+            if value or type(value) is int:  # prompt_logprobs=0 asks for some too
                 raise ValueError(f"{name} is not supported: {reason}")
+
+    def _copy(self) -> None:
+        """None is none of them, as in vLLM; what can change, or be read only once, becomes ours."""
+        kinds = {"stop_token_ids": tuple, "logit_bias": dict}
+        if not isinstance(self.stop, str):
+            kinds["stop"] = tuple
+        for name, kind in kinds.items():
+            value = getattr(self, name)
+            try:
+                object.__setattr__(self, name, kind(() if value is None else value))
+            except (TypeError, ValueError):
+                what = "a mapping" if kind is dict else "a sequence"
+                raise ValueError(f"{name}: expected {what}, got {value!r}") from None
 
     def _check_numbers(self) -> None:
         integers = {

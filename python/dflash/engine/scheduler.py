@@ -23,7 +23,8 @@ class Scheduler:
     """First come, first served, over max_num_seqs state rows and the blocks of a pool.
 
     A request is admitted when a row is free and the pool has blocks for the tokens it has and the slots that
-    its next iteration writes: s .. s + 2Q - 1 (the verified block and the drafted one). It grows block
+    its next iteration writes: s .. s + 2Q - 1 (the verified block and the drafted one), and Q more for each pass
+    that the host does not wait for, since s is then behind. It grows block
     by block; when the pool is empty, the request that came last gives everything back and waits again, before all that
     came later: its tokens stay, their K/V are computed again. So the oldest request always advances, and
     every request that fits alone ends.
@@ -35,15 +36,22 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         num_query_per_req: int,
+        num_steps_ahead: int = 0,
     ) -> None:
         self.pool = pool
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.num_lookahead_slots = 2 * num_query_per_req
+        self.num_lookahead_slots = (2 + num_steps_ahead) * num_query_per_req
+        self.num_preemptions = 0
+        self._max_num_seqs = max_num_seqs
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets every request and every prefix, whatever half of a change they are in."""
+        self.pool.reset()
         self.waiting: deque[Request] = deque()
         self.prefilling: deque[Request] = deque()
         self.running: list[Request] = []
-        self.num_preemptions = 0
-        self._free_rows = deque(range(max_num_seqs))
+        self._free_rows = deque(range(self._max_num_seqs))
         self._prefilled = False  # whether the last step was a prefill
 
     @property
@@ -63,9 +71,14 @@ class Scheduler:
             raise ValueError(
                 f"a prompt of {prompt} tokens and max_tokens {request.max_tokens} "
                 f"need {needed} cache blocks of {self.pool.kv_block_size}; there are {total}: "
-                "lower max_tokens or raise gpu_memory_utilization"
+                "lower max_tokens or raise num_gpu_blocks_override, kv_cache_memory_bytes or gpu_memory_utilization"
             )
         self.waiting.append(request)
+
+    def can_grow(self) -> bool:
+        """Whether every running request gets the blocks of its next iteration without taking another's."""
+        missing = sum(max(0, self._missing_blocks(request)) for request in self.running)
+        return missing <= self.pool.num_free
 
     def schedule(self, prefill_budget: int | None = None) -> Schedule:
         """The next step's work; prefill and iterations alternate while both have some.
@@ -154,13 +167,16 @@ class Scheduler:
                 self._preempt(self._latest())
 
     def _grow(self, request: Request) -> bool:
-        slots = request.num_computed + self.num_lookahead_slots
-        missing = self.pool.blocks_for(slots) - len(request.blocks)
+        missing = self._missing_blocks(request)
         if missing <= 0:
             return True
         blocks = self.pool.allocate(missing)
         request.blocks += blocks or []
         return blocks is not None
+
+    def _missing_blocks(self, request: Request) -> int:
+        slots = request.num_computed + self.num_lookahead_slots
+        return self.pool.blocks_for(slots) - len(request.blocks)
 
     def _latest(self) -> Request:
         return max((*self.running, *self.prefilling), key=lambda request: request.request_id)

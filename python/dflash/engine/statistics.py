@@ -19,6 +19,7 @@ class Statistics:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    num_first_tokens: int = 0  # those that prefill gave
     num_preemptions: int = 0
     num_steps: int = 0
     num_drafts: int = 0
@@ -46,6 +47,13 @@ class Statistics:
         for i in range(accepted):
             self.num_accepted_tokens_per_pos[i] += 1
 
+    def take_back(self, num_tokens: int, num_sampled: int) -> None:
+        """Forgets the last tokens of a step that committed num_sampled: they came behind a stop string."""
+        self.num_output_tokens -= num_tokens
+        for i in range(max(0, num_sampled - 1 - num_tokens), num_sampled - 1):
+            self.num_accepted_tokens -= 1
+            self.num_accepted_tokens_per_pos[i] -= 1
+
     def add(self, other: Statistics) -> None:
         """Accumulates another request; its times too, although requests overlap."""
         for name, value in vars(other).items():
@@ -69,5 +77,5 @@ class Statistics:
     @property
     def tokens_per_second(self) -> float:
         """Output tokens a second of a request's decoding (its first token belongs to prefill)."""
-        decoded = self.num_output_tokens - self.num_requests
+        decoded = self.num_output_tokens - self.num_first_tokens
         return decoded / self.decode_seconds if self.decode_seconds else 0.0

@@ -7,7 +7,7 @@ same parts on prompt rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from dflash.attention.spec import AttentionBatch
 from dflash.engine.buffers import Batch, RequestState
 from dflash.engine.sampling import RawLogprobs, SamplingState, raw_logprobs
-from dflash.models.decoder import Taps
+from dflash.models.decoder import Decoder, Taps
 from dflash.models.target import Target
 from dflash.ops.advance import advance
 from dflash.ops.build_verify import build_verify
@@ -23,12 +23,15 @@ from dflash.ops.process_logits import process_logits
 from dflash.ops.rejection_sample import rejection_sample
 from dflash.speculators.dflash import DFlashSpeculator
 
+LOGPROBS_REASON = "only batches that ask for logprobs run it"
+
 
 @dataclass
 class Flow:
     """What one pass hands from part to part."""
 
     batch: Batch
+    in_graph: bool = False  # under capture: no host work
     hidden: torch.Tensor | None = None
     positions: torch.Tensor | None = None  # of the rows that get logits
     raw_logits: torch.Tensor | None = None
@@ -44,6 +47,12 @@ class Part:
     name: str
     run: Callable[[Flow], None]
     eager_reason: str | None = None
+
+
+def run_parts(parts: Sequence[Part], flow: Flow) -> Flow:
+    for part in parts:
+        part.run(flow)
+    return flow
 
 
 @dataclass
@@ -72,33 +81,29 @@ class Step:
         accept = [
             Part("logits", self.logits),
             Part("accept", self.accept),
-            Part("logprobs", self.logprobs),
             Part("advance", self.advance),
         ]
         observe, draft = [], []
         if self.speculator is not None:
             observe = [Part("query", self.query), Part("observe", self.observe)]
-            draft = [Part("draft", self.draft), Part("sample", self.sample)]
-        verify = Part("verify", self.verify)
-        self.decode_parts = [Part("rows", self.rows), verify, *accept, *observe, *draft]
-        self.sample_parts = [verify, *accept, *observe, *draft]
+            reason = self.speculator.drafter.decoder.eager_reason
+            draft = [Part("draft", self.draft, reason), Part("sample", self.sample)]
+        verify = Part("verify", self.verify, self.target.decoder.eager_reason)
+        output = [Part("output", self.output), Part("logprobs", self.logprobs, LOGPROBS_REASON)]
+        self.decode_parts = [Part("rows", self.rows), verify, *accept, *observe, *draft, *output]
+        self.sample_parts = [verify, *accept, *observe, *draft, *output]
         self.observe_parts = [verify, Part("nothing sampled", self.skip_accept), *observe]
 
+    @torch.inference_mode()
     def decode(self, batch: Batch) -> Flow:
         """One iteration for requests that have a bonus token and, with a speculator, drafts."""
-        return self._run(self.decode_parts, batch)
+        return run_parts(self.decode_parts, Flow(batch))
 
+    @torch.inference_mode()
     def prefill(self, batch: Batch) -> Flow:
         """Prompt rows. A finished prompt gets drafts and, unless it was resumed, a token; others only observe."""
-        return self._run(self.sample_parts if batch.variant.drafts else self.observe_parts, batch)
-
-    @staticmethod
-    @torch.inference_mode()
-    def _run(parts: list[Part], batch: Batch) -> Flow:
-        flow = Flow(batch)
-        for part in parts:
-            part.run(flow)
-        return flow
+        parts = self.sample_parts if batch.variant.drafts else self.observe_parts
+        return run_parts(parts, Flow(batch))
 
     def rows(self, flow: Flow) -> None:
         """[bonus, d_1..d_N] of every request, from the state."""
@@ -118,10 +123,9 @@ class Step:
             query_start_loc=batch.query_start_loc,
         )
 
-    def verify(self, flow: Flow) -> None:
-        """The target over the batch's rows, causally; taps go straight into their buffer."""
-        batch = flow.batch
-        attention = AttentionBatch(
+    def attention(self, batch: Batch) -> AttentionBatch:
+        """The target's rows over its caches."""
+        return AttentionBatch(
             positions=batch.positions,
             slot_mapping=batch.slot_mapping,
             block_table=batch.block_table,
@@ -130,8 +134,13 @@ class Step:
             max_query_len=batch.max_query_len,
             max_seq_len=self.max_model_len,
         )
-        self.target.decoder.prepare(attention)
-        flow.hidden = self.target.forward(batch.input_ids, attention, self.taps)
+
+    def verify(self, flow: Flow) -> None:
+        """The target over the batch's rows, causally; taps go straight into their buffer."""
+        attention = self.attention(flow.batch)
+        if not flow.in_graph:
+            self.target.decoder.prepare(attention)
+        flow.hidden = self.target.forward(flow.batch.input_ids, attention, self.taps)
 
     def logits(self, flow: Flow) -> None:
         """Logits of the rows that are sampled, as the requests' parameters change them."""
@@ -145,7 +154,9 @@ class Step:
         flow.logits = flow.raw_logits = self.target.logits(hidden)
         if not batch.variant.processes_logits:
             return
-        in_place = batch.variant.num_logprobs is None and flow.logits.dtype == torch.float32
+        # Where logprobs may be asked for, the model's own logits stay.
+        spare = batch.variant.num_logprobs is None and flow.logits.device.type == "cpu"
+        in_place = spare and flow.logits.dtype == torch.float32
         flow.logits = process_logits(
             flow.raw_logits,
             batch.logits_start_loc,
@@ -201,9 +212,8 @@ class Step:
         tokens = batch.sampled_token_ids
         whose = batch.logits_reqs
         sampled = tokens.flatten() if whose is None else tokens[:, 0].index_select(0, whose)
-        flow.logprobs = raw_logprobs(
-            flow.raw_logits[:, : self.vocab_size], sampled, batch.variant.num_logprobs
-        )
+        logits = flow.raw_logits[: len(sampled), : self.vocab_size]
+        flow.logprobs = raw_logprobs(logits, sampled, batch.variant.num_logprobs).start_to_host()
 
     def skip_accept(self, flow: Flow) -> None:
         """A partial chunk samples nothing and rejects nothing."""
@@ -227,6 +237,18 @@ class Step:
             token_counts=self.sampling.token_counts,
         )
 
+    def output(self, flow: Flow) -> None:
+        """The output ring to where the host reads it."""
+        if self.state.host_ring is not self.state.output_ring:
+            self.state.host_ring.copy_(self.state.output_ring, non_blocking=True)
+
+    def forwards(self, batch: Batch) -> list[tuple[Decoder, AttentionBatch]]:
+        """Every decoder that an iteration runs, with its rows."""
+        both = [(self.target.decoder, self.attention(batch))]
+        if self.speculator is not None:
+            both.append((self.speculator.drafter.decoder, self.speculator.attention(batch)))
+        return both
+
     @property
     def _drafting(self) -> DFlashSpeculator:
         """The speculator, in the parts that only run with one."""
@@ -241,7 +263,7 @@ class Step:
         self._drafting.observe(flow.batch, self.taps.buffer)
 
     def draft(self, flow: Flow) -> None:
-        flow.draft_logits = self._drafting.draft(flow.batch)
+        flow.draft_logits = self._drafting.draft(flow.batch, prepare=not flow.in_graph)
 
     def sample(self, flow: Flow) -> None:
         assert flow.draft_logits is not None

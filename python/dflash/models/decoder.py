@@ -53,6 +53,7 @@ class DecoderSettings:
     kv_block_size: int
     max_model_len: int
     attention_backend: str = "auto"
+    tile_rows: int | None = None  # see models/linear.py
     query_shape: Literal["ragged", "uniform", "one"] = "ragged"
 
 
@@ -75,6 +76,7 @@ class Decoder:
         self.norm = norm
         self.value_scale = value_scale
         self.kv_dtype = settings.kv_dtype
+        self.tile_rows = settings.tile_rows
         self.rope_table = cos_sin_cache(config.rope, settings.max_model_len, settings.device)
         self.caches: list[LayerCache] = []
         self.cache_scales: torch.Tensor | None = None  # float32 [L], of fp8 caches: K's and V's
@@ -157,9 +159,16 @@ class Decoder:
             hidden = self._norm(x, residual, weights.input_layernorm, tap)
             hidden = self._attention(i, hidden, batch)
             hidden = self._norm(hidden, residual, weights.post_attention_layernorm)
-            x = linear(silu_mul(linear(hidden, weights.gate_up_proj)), weights.down_proj)
+            gate_up = self.linear(hidden, weights.gate_up_proj)
+            x = self.linear(silu_mul(gate_up), weights.down_proj)
         tap = taps.column(len(self.layers) - 1, rows) if taps else None
         return self._norm(x, residual, self.norm, tap)
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x @ weight^T + bias, as the settings ask."""
+        return linear(x, weight, bias, self.tile_rows)
 
     def _norm(
         self,
@@ -172,7 +181,7 @@ class Decoder:
 
     def _attention(self, i: int, hidden: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         weights, cache = self.layers[i], self.caches[i]
-        qkv = linear(hidden, weights.qkv_proj, weights.qkv_bias)
+        qkv = self.linear(hidden, weights.qkv_proj, weights.qkv_bias)
         query = hidden.new_empty(hidden.shape[0], self.config.num_heads, self.config.head_dim)
         qk_norm_rope_store(
             qkv,
@@ -192,7 +201,7 @@ class Decoder:
         )
         backend = self.backends[self.config.layers[i]]
         output = backend.forward(query, cache, batch, weights.sinks)
-        return linear(output.flatten(1), weights.o_proj, weights.o_bias)
+        return self.linear(output.flatten(1), weights.o_proj, weights.o_bias)
 
 
 def attention_specs(

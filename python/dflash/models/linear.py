@@ -3,6 +3,32 @@
 
 from __future__ import annotations
 
-from dflash.ops.linear import linear
+import torch
 
-__all__ = ["linear"]
+from dflash.ops import linear as op
+
+STRICT_ROWS = 128
+"""Rows of every GEMM of a strict target: as many as cost little more than one."""
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    tile_rows: int | None = None,
+) -> torch.Tensor:
+    """x [T, K] @ weight [M, K]^T + bias [M].
+
+    With tile_rows, T a multiple of it, every row goes through a GEMM of exactly that many rows: its bits do not depend
+    on T, which otherwise chooses the library's kernel.
+    """
+    if tile_rows is None or x.shape[0] == tile_rows:
+        return op.linear(x, weight, bias)
+    assert x.shape[0] % tile_rows == 0, f"{x.shape[0]} rows do not divide into tiles of {tile_rows}"
+    output = x.new_empty(x.shape[0], weight.shape[0])
+    for rows, out in zip(x.split(tile_rows), output.split(tile_rows), strict=True):
+        op.linear(rows, weight, bias, out)
+    return output
+
+
+__all__ = ["STRICT_ROWS", "linear"]

@@ -10,7 +10,6 @@ from dflash.attention.spec import AttentionBatch
 from dflash.checkpoints.config import TargetConfig
 from dflash.checkpoints.weights import TargetWeights
 from dflash.models.decoder import Decoder, DecoderSettings, Taps
-from dflash.models.linear import linear
 
 
 class Target:
@@ -32,4 +31,4 @@ class Target:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, H] to [n, V]."""
-        return linear(hidden, self.lm_head)
+        return self.decoder.linear(hidden, self.lm_head)

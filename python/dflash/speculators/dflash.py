@@ -91,11 +91,11 @@ class DFlashSpeculator:
             self.buffers.context_slot_mapping[:rows],
         )
 
-    def draft(self, batch: Batch) -> torch.Tensor:
-        """Logits [R * N, V_draft] of the mask rows."""
+    def attention(self, batch: Batch) -> AttentionBatch:
+        """The query blocks over the drafter's caches."""
         b, reqs = self.buffers, batch.num_reqs
         queries = reqs * self.num_query_per_req
-        attention = AttentionBatch(
+        return AttentionBatch(
             positions=b.query_positions[:queries],
             slot_mapping=b.query_slot_mapping[:queries],
             block_table=batch.block_table,
@@ -104,10 +104,16 @@ class DFlashSpeculator:
             max_query_len=self.num_query_per_req,
             max_seq_len=self.max_model_len,
         )
-        self.drafter.decoder.prepare(attention)
-        hidden = self.drafter.forward(b.query_input_ids[:queries], attention)
-        sampled = hidden.index_select(0, b.sample_rows[: reqs * self.num_speculative_tokens])
-        return self.drafter.logits(sampled)
+
+    def draft(self, batch: Batch, prepare: bool = True) -> torch.Tensor:
+        """Logits [R * N, V_draft] of the mask rows. prepare: host work of an eager forward."""
+        attention = self.attention(batch)
+        if prepare:
+            self.drafter.decoder.prepare(attention)
+        b, num_queries = self.buffers, attention.positions.shape[0]
+        hidden = self.drafter.forward(b.query_input_ids[:num_queries], attention)
+        rows = b.sample_rows[: batch.num_reqs * self.num_speculative_tokens]
+        return self.drafter.logits(hidden.index_select(0, rows))
 
     def sample(
         self, batch: Batch, logits: torch.Tensor, state: RequestState, sampling: SamplingState

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Iterations as CUDA graphs: the same bits as the same padded batch run eagerly, whoever joins and leaves."""
+
+from __future__ import annotations
+
+import gc
+import random
+
+import pytest
+import torch
+
+from dflash import LLM, SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+QUESTIONS = [
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "Explain what a hash table is.",
+    "A train drives 60 km in 45 minutes. How fast is it?",
+    "Complete this Python function: def is_prime(n):",
+    "List the planets of the solar system.",
+]
+
+
+def make_llm(**arguments) -> LLM:
+    gc.collect()  # an engine that went out of sight is a cycle: it still holds its cache
+    defaults = {
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "max_num_seqs": 4,
+        "max_model_len": 1024,
+        "kv_cache_memory_bytes": 1 << 30,
+    }
+    return LLM("demo", "demo", **(defaults | arguments))
+
+
+def requests(llm: LLM, count: int, mixed: bool) -> tuple[list[str], list[SamplingParams]]:
+    choose = random.Random(0)
+    prompts, params = [], []
+    for i in range(count):
+        question = QUESTIONS[i % len(QUESTIONS)]
+        prompts.append(llm.chat_prompt([{"role": "user", "content": question}]))
+        sampled = mixed and i % 3 != 0
+        params.append(
+            SamplingParams(
+                temperature=0.8 if sampled else 0.0,
+                top_p=0.95 if sampled else 1.0,
+                top_k=20 if sampled else 0,
+                presence_penalty=0.5 if mixed and i % 4 == 0 else 0.0,
+                seed=i,
+                max_tokens=choose.randint(1, 400),
+                ignore_eos=True,
+                logprobs=2 if mixed and i % 7 == 0 else None,
+            )
+        )
+    return prompts, params
+
+
+def answers(llm: LLM, count: int, mixed: bool):
+    outputs = llm.generate(*requests(llm, count, mixed))
+    return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["greedy", "mixed"])
+def test_graphs_equal_eager_bit_for_bit(mixed):
+    """Also every byte of both K/V caches, after more than a thousand iterations."""
+    results, caches, steps = [], [], []
+    for enforce_eager in (False, True):
+        llm = make_llm(enforce_eager=enforce_eager, enable_prefix_caching=False)
+        assert bool(llm.core._runner.captured) != enforce_eager
+        warmed_up = llm.core._num_passes
+        results.append(answers(llm, 48, mixed))
+        steps.append(llm.core._num_passes - warmed_up)
+        step = llm.core._step
+        decoders = (step.target.decoder, step.speculator.drafter.decoder)
+        caches.append([c.key.view(torch.uint8).cpu() for d in decoders for c in d.caches])
+    assert results[0] == results[1]
+    assert steps[0] == steps[1] > 700
+    for ours, theirs in zip(*caches, strict=True):
+        assert torch.equal(ours[1:], theirs[1:])  # the null block is never written
+
+
+def test_float32_is_lossless_through_graphs():
+    torch.backends.cuda.matmul.allow_tf32 = False
+    llm = make_llm(dtype="float32")
+    with_draft = answers(llm, 10, False)
+    plain = llm.without_draft()
+    assert plain.core._runner.captured
+    assert [tokens for tokens, _ in answers(plain, 10, False)] == [t for t, _ in with_draft]
+
+
+def test_seeded_samples_do_not_depend_on_neighbours():
+    llm = make_llm(dtype="float32")
+    prompts, params = requests(llm, 8, True)
+    together = llm.generate(prompts, params)
+    for prompt, param, output in zip(prompts, params, together, strict=True):
+        (alone,) = llm.generate([prompt], param)
+        assert alone.outputs[0].token_ids == output.outputs[0].token_ids
+
+
+def test_a_small_cache_preempts_and_keeps_the_answers():
+    expected = answers(make_llm(dtype="float32"), 12, False)
+    small = make_llm(dtype="float32", num_gpu_blocks_override=50, enable_prefix_caching=False)
+    assert answers(small, 12, False) == expected
+    assert small.core.scheduler.num_preemptions > 3
+
+
+def test_no_memory_for_a_large_graph_leaves_the_small_ones(monkeypatch, caplog):
+    from dflash.engine.graphs import GraphRunner
+
+    capture = GraphRunner._capture_one
+
+    def capture_small(self, bucket, *arguments):
+        if bucket > 2:
+            raise torch.cuda.OutOfMemoryError("no memory")
+        return capture(self, bucket, *arguments)
+
+    expected = answers(make_llm(), 10, False)
+    monkeypatch.setattr(GraphRunner, "_capture_one", capture_small)
+    llm = make_llm()
+    assert {bucket for bucket, _ in llm.core._runner.captured} == {1, 2}
+    assert "no memory for the CUDA graph of 4 requests" in caplog.text
+    assert answers(llm, 10, False) == expected
