@@ -15,7 +15,7 @@ from dflash.engine.admission import Limits
 from dflash.engine.args import DTYPES, EngineArgs, cache_dtype, resolve_device
 from dflash.engine.buffers import BatchBuffers, RequestState, request_buckets, request_multiple
 from dflash.engine.core import Core
-from dflash.engine.graphs import GraphRunner
+from dflash.engine.graphs import GraphRunner, num_steps_ahead
 from dflash.engine.kv_cache import BlockPool
 from dflash.engine.memory import (
     MemoryProfile,
@@ -207,9 +207,9 @@ def assemble(
         args.max_num_seqs + (tile_rows is not None),
     )
     max_rows = max(args.max_num_batched_tokens + (tile_rows or 0), max_reqs * num_query_per_req)
-    num_steps_ahead = 1 if device.type == "cuda" else 0
+    steps_ahead = num_steps_ahead(device)
     # Blocks in flight may reach past max_model_len: columns, never blocks.
-    lookahead = (2 + num_steps_ahead) * num_query_per_req
+    lookahead = (2 + steps_ahead) * num_query_per_req
     max_blocks = -(-(max_model_len + lookahead) // args.kv_block_size)
     vocab_size = min(target.config.decoder.vocab_size, target.lm_head.shape[0])
     gumbel = drafter is not None and args.draft_sample_method == "gumbel"
@@ -239,7 +239,7 @@ def assemble(
         args.max_num_seqs,
         args.max_num_batched_tokens,
         num_query_per_req,
-        num_steps_ahead,
+        steps_ahead,
     )
     target_ms = args.inter_token_latency_target_ms
     pacer = PrefillPacer(

@@ -130,16 +130,19 @@ class Core:
         """
         if self._failure is not None:
             raise self._failure
-        work = None
+        work, new = None, []
         try:
-            # Who has to give blocks back must not be in flight.
-            new = [] if self.scheduler.can_grow() else self._read_all(0)
+            if not self.scheduler.can_grow():
+                self._read_all(0, new)  # who has to give blocks back must not be in flight
             work = self.scheduler.schedule(self._pacer.budget())
             launched = self._launch(work)
-            return new + self._read_all(self._runner.num_steps_ahead if launched else 0)
+            self._read_all(self._runner.num_steps_ahead if launched else 0, new)
+            return new
         except BaseException as error:
-            self._fail(work, error)
-            raise self._failure or error from None
+            self._fail(work, new, error)
+            if self._failure is not None:
+                raise self._failure from error
+            raise
 
     def _launch(self, work: Schedule) -> bool:
         """Enqueues the work; False where there is none."""
@@ -153,17 +156,18 @@ class Core:
             self._flights.append(self._decode(running))
         return bool(running)
 
-    def _read_all(self, num_left: int) -> list[NewTokens]:
+    def _read_all(self, num_left: int, new: list[NewTokens]) -> None:
         """Reads passes until num_left are in flight."""
-        new = []
         while len(self._flights) > num_left:
-            new += self._read(self._flights[0])
+            self._read(self._flights[0], new)
             self._flights.popleft()
-        return new
 
-    def _fail(self, work: Schedule | None, error: BaseException) -> None:
-        """Ends the requests of every pass that is under way: the device may be ahead of the host."""
+    def _fail(
+        self, work: Schedule | None, undelivered: list[NewTokens], error: BaseException
+    ) -> None:
+        """Ends the requests of every pass that is under way, and those whose tokens no one will see."""
         lost = [r for flight in self._flights for r in flight.requests]
+        lost += [new.request for new in undelivered]
         if work is not None:
             lost += [*work.admitted, *work.running, *(chunk.request for chunk in work.chunks)]
         if is_cuda_error(error):
@@ -173,10 +177,11 @@ class Core:
                 f"the engine stopped at a CUDA error with requests {numbers} in flight, batches padded to {buckets}: "
                 f"{str(error).splitlines()[0]}; make a new process"
             )
-            self._failure.__cause__ = error
-        self._forget_flights()
         for request in lost:
             self.abort(request, "error")
+        for new in undelivered:
+            new.request.finish_reason = "error"  # also where they were the last ones
+        self._forget_flights()
 
     def _forget_flights(self) -> None:
         for request in (r for flight in self._flights for r in flight.requests):
@@ -230,7 +235,7 @@ class Core:
         for request in requests:
             request.num_in_flight += 1
         done = None
-        if self._runner.num_steps_ahead:
+        if self._runner.on_gpu:
             done = torch.cuda.Event()
             done.record()
         return _Flight(
@@ -238,8 +243,8 @@ class Core:
             chunks, flow.batch.num_reqs, started, done,
         )  # fmt: skip
 
-    def _read(self, flight: _Flight) -> list[NewTokens]:
-        """What a pass committed, once it has run."""
+    def _read(self, flight: _Flight, new: list[NewTokens]) -> None:
+        """Adds what a pass committed, once it has run."""
         flight.wait()
         now = time.perf_counter()
         seconds = now - max(flight.started, self._last_read)
@@ -251,14 +256,13 @@ class Core:
         for chunk in flight.chunks:
             chunk.request.statistics.prefill_seconds += seconds
         if not flight.requests:
-            return []
+            return
         ring = self._step.state.host_ring[flight.step % OUTPUT_RING]
         rows = ring[flight.rows].tolist()
         assert all(row[0] == flight.step for row in rows), (
             "the output ring was overwritten before it was read"
         )
         logprobs = None if flight.logprobs is None else flight.logprobs.to_lists()
-        new = []
         for i, (request, row) in enumerate(zip(flight.requests, rows, strict=True)):
             request.num_in_flight -= 1
             if request.finish_reason is not None:  # it ended, or was aborted, in the meantime
@@ -268,7 +272,6 @@ class Core:
                 first = i * flight.rows_per_req
                 listed = logprobs.listed(first, row[3 : 3 + row[1]], request.params.logprobs)
             new.append(self._commit(request, row, listed, flight, seconds))
-        return new
 
     def _commit(
         self,
