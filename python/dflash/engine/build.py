@@ -221,8 +221,12 @@ def assemble(
     speculator, taps = _speculator(
         args, target, drafter, n, max_rows, max_reqs, max_model_len, vocab_size
     )
+    raw_logits = None
+    if device.type == "cuda" and not args.enforce_eager:
+        head = target.lm_head
+        raw_logits = head.new_empty(max_reqs * num_query_per_req, head.shape[0])
     profile = profile_memory(
-        args, device, target, drafter, [state, sampling, buffers, speculator, taps],
+        args, device, target, drafter, [state, sampling, buffers, speculator, taps, raw_logits],
         max_rows, max_model_len, num_query_per_req,
     )  # fmt: skip
     models = [target] if drafter is None else [target, drafter]
@@ -232,7 +236,7 @@ def assemble(
         model.decoder.allocate_cache(num_blocks, args.kv_block_size)
     step = Step(
         target, speculator, state, sampling, max_model_len, vocab_size,
-        args.rejection_sample_method, taps, _synthetic_rates(args, n, device),
+        args.rejection_sample_method, taps, _synthetic_rates(args, n, device), raw_logits,
     )  # fmt: skip
     scheduler = Scheduler(
         BlockPool(num_blocks, args.kv_block_size, args.enable_prefix_caching),

@@ -27,7 +27,7 @@ logger = logging.getLogger("dflash")
 class CapturedStep:
     """Parts over one padded batch: graphs of capturable runs, and the parts between them that are not.
 
-    `flow` holds the tensors that the graphs read and write.
+    `flow` holds the tensors that pass between graphs and eager parts.
     """
 
     flow: Flow
@@ -50,6 +50,9 @@ class CapturedStep:
                     part.run(captured.flow)
             captured.flow.in_graph = False
             captured.segments.append(graph)
+        if sum(isinstance(s, torch.cuda.CUDAGraph) for s in captured.segments) == 1:
+            # NOTE: nothing outside the graph reads these: kept, no other graph could use their memory.
+            captured.flow.hidden = captured.flow.logits = captured.flow.draft_logits = None
         return captured
 
     def replay(self, variant: Variant) -> Flow:

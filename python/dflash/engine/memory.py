@@ -137,7 +137,7 @@ def profile_memory(
         others = max(0, total - free - held)
     q = num_query_per_req
     logits = _logits_bytes(args.max_num_seqs, q, target, drafter)
-    # A pool holds the largest graph's intermediate tensors once more; each graph has its nodes.
+    # All graphs share the memory of the largest one's intermediate tensors; each has its nodes.
     graphs = logits + max(_activation_bytes(model, args.max_num_seqs * q) for model in models)
     graphs += GRAPH_BYTES * 2 * len(request_buckets(args.max_num_seqs))
     return MemoryProfile(
