@@ -225,6 +225,7 @@ def attention_specs(
             query_shape=settings.query_shape,
             kv_block_size=settings.kv_block_size,
             has_sinks=has_sinks[config.layers.index(group)],
+            batch_invariant=settings.tile_rows is not None,
         )
         for group in dict.fromkeys(config.layers)
     }
