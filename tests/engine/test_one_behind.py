@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 
 from dflash.errors import DflashError
 from tests.support.engine import greedy_params, make_llm
+from tests.support.leaks import live_requests
 
 from .test_many_requests import PARAMS, PROMPTS, SMALL_CACHE, tokens_of
 
@@ -97,6 +99,23 @@ def test_tokens_that_were_read_before_a_failure_fail_with_it(target, draft, monk
     assert not core.scheduler.has_work and not core._flights
     (output,) = llm.generate([PROMPTS[0]], greedy_params(24))
     assert output.outputs[0].finish_reason == "length"
+
+
+def test_an_idle_engine_holds_nobody_and_idleness_is_no_iteration(target, draft, monkeypatch):
+    """A pass is still in flight when the last request leaves."""
+    before = live_requests()
+    llm = make(target, draft)
+    decoded: list[float] = []
+    monkeypatch.setattr(llm.core._pacer, "decoded", decoded.append)
+    stream = llm.stream(PROMPTS[0], greedy_params(24))
+    next(stream)
+    stream.close()
+    del stream
+    assert llm.core._flights
+    assert live_requests() == before
+    time.sleep(1.0)
+    llm.generate([PROMPTS[0]], greedy_params(24))
+    assert decoded and max(decoded) < 1.0
 
 
 def test_an_error_keeps_its_cause(target, draft, monkeypatch):
