@@ -227,7 +227,7 @@ def assemble(
         raw_logits = head.new_empty(max_reqs * num_query_per_req, head.shape[0])
     profile = profile_memory(
         args, device, target, drafter, [state, sampling, buffers, speculator, taps, raw_logits],
-        max_rows, max_model_len, num_query_per_req,
+        max_rows, num_query_per_req,
     )  # fmt: skip
     models = [target] if drafter is None else [target, drafter]
     block_bytes = sum(model.decoder.cache_bytes(args.kv_block_size) for model in models)
