@@ -165,10 +165,14 @@ class Decoder:
         return self._norm(x, residual, self.norm, tap)
 
     def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x @ weight^T + bias, as the settings ask."""
-        return linear(x, weight, bias, self.tile_rows)
+        return linear(x, weight, bias, self.tile_rows, output)
 
     def _norm(
         self,
