@@ -37,3 +37,12 @@ def select_backend(spec: AttentionSpec, requested: str = "auto") -> tuple[str, A
             return backend.name, backend.make(spec)
         refusals.append(f"{backend.name}: {answer.reason}")
     raise ValueError(f"no attention backend serves {spec}: {'; '.join(refusals)}")
+
+
+def why_eager(name: str, spec: AttentionSpec) -> str | None:
+    """Why a chosen backend cannot stand in the iteration's graph; None when it can."""
+    (answer,) = (backend.supports(spec) for backend in BACKENDS if backend.name == name)
+    assert not isinstance(answer, Refusal)
+    if answer.replayable and answer.in_one_graph:
+        return None
+    return f"attention backend {name} is not replayable"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One iteration as an ordered list of parts: verify, accept, observe, query, draft, sample.
+"""One iteration as an ordered list of parts: verify, accept, observe, propose.
 
 A part is a function of the buffers; one that cannot be captured in a graph says why. Prefill runs the
 same parts on prompt rows.
@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dflash.attention.spec import AttentionBatch
 from dflash.engine.buffers import Batch, RequestState
 from dflash.engine.sampling import RawLogprobs, SamplingState, raw_logprobs
 from dflash.models.decoder import Taps
@@ -21,7 +20,7 @@ from dflash.ops.advance import advance
 from dflash.ops.build_verify import build_verify
 from dflash.ops.process_logits import process_logits
 from dflash.ops.rejection_sample import rejection_sample
-from dflash.speculators.dflash import DFlashSpeculator
+from dflash.speculators.spec import Speculator
 
 LOGPROBS_REASON = "only batches that ask for logprobs run it"
 
@@ -36,7 +35,6 @@ class Flow:
     raw_logits: torch.Tensor | None = None
     logits: torch.Tensor | None = None  # processed
     logprobs: RawLogprobs | None = None
-    draft_logits: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class Step:
     """
 
     target: Target
-    speculator: DFlashSpeculator | None
+    speculator: Speculator | None
     state: RequestState
     sampling: SamplingState
     max_model_len: int
@@ -82,14 +80,14 @@ class Step:
             Part("accept", self.accept),
             Part("advance", self.advance),
         ]
-        observe, draft = [], []
+        observe, propose = [], []
         if self.speculator is not None:
-            observe = [Part("query", self.query), Part("observe", self.observe)]
-            draft = [Part("draft", self.draft), Part("sample", self.sample)]
-        verify = Part("verify", self.verify)
+            observe = [Part("observe", self.observe, self.speculator.observe_eager_reason)]
+            propose = [Part("propose", self.propose, self.speculator.propose_eager_reason)]
+        verify = Part("verify", self.verify, self.target.decoder.eager_reason)
         output = [Part("output", self.output), Part("logprobs", self.logprobs, LOGPROBS_REASON)]
-        self.decode_parts = [Part("rows", self.rows), verify, *accept, *observe, *draft, *output]
-        self.sample_parts = [verify, *accept, *observe, *draft, *output]
+        self.decode_parts = [Part("rows", self.rows), verify, *accept, *observe, *propose, *output]
+        self.sample_parts = [verify, *accept, *observe, *propose, *output]
         self.observe_parts = [verify, Part("nothing sampled", self.skip_accept), *observe]
 
     @torch.inference_mode()
@@ -124,15 +122,7 @@ class Step:
     def verify(self, flow: Flow) -> None:
         """The target over the batch's rows, causally; taps go straight into their buffer."""
         batch = flow.batch
-        attention = AttentionBatch(
-            positions=batch.positions,
-            slot_mapping=batch.slot_mapping,
-            block_table=batch.block_table,
-            seq_lens=batch.seq_lens,
-            query_start_loc=batch.query_start_loc,
-            max_query_len=batch.max_query_len,
-            max_seq_len=self.max_model_len,
-        )
+        attention = batch.attention(self.max_model_len)
         flow.hidden = self.target.forward(batch.input_ids, attention, self.taps)
 
     def logits(self, flow: Flow) -> None:
@@ -235,22 +225,13 @@ class Step:
         if self.state.host_ring is not self.state.output_ring:
             self.state.host_ring.copy_(self.state.output_ring, non_blocking=True)
 
-    @property
-    def _drafting(self) -> DFlashSpeculator:
-        """The speculator, in the parts that only run with one."""
-        assert self.speculator is not None
-        return self.speculator
-
-    def query(self, flow: Flow) -> None:
-        self._drafting.prepare(flow.batch, self.state)
-
     def observe(self, flow: Flow) -> None:
-        assert self.taps is not None
-        self._drafting.observe(flow.batch, self.taps.buffer)
+        """The drafter's K/V of every row."""
+        assert self.speculator is not None
+        taps = None if self.taps is None else self.taps.buffer
+        self.speculator.observe(flow.batch, taps, self.state)
 
-    def draft(self, flow: Flow) -> None:
-        flow.draft_logits = self._drafting.draft(flow.batch)
-
-    def sample(self, flow: Flow) -> None:
-        assert flow.draft_logits is not None
-        self._drafting.sample(flow.batch, flow.draft_logits, self.state, self.sampling)
+    def propose(self, flow: Flow) -> None:
+        """The next block of every request."""
+        assert self.speculator is not None
+        self.speculator.propose(flow.batch, self.state, self.sampling)

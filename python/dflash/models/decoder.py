@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dflash.attention.select import select_backend
+from dflash.attention.select import select_backend, why_eager
 from dflash.attention.spec import AttentionBackend, AttentionBatch, AttentionSpec, LayerCache
 from dflash.checkpoints.config import DecoderConfig, LayerAttention
 from dflash.checkpoints.weights import LayerWeights
@@ -74,10 +74,12 @@ class Decoder:
         self.cache_scales: torch.Tensor | None = None  # float32 [L], of fp8 caches: K's and V's
         self.backend_names: dict[LayerAttention, str] = {}
         self.backends: dict[LayerAttention, AttentionBackend] = {}
+        self.eager_reason: str | None = None  # why a graph cannot capture the forward
         for group in dict.fromkeys(config.layers):
             spec = self._spec(group, settings)
             name, backend = select_backend(spec, settings.attention_backend)
             self.backend_names[group], self.backends[group] = name, backend
+            self.eager_reason = self.eager_reason or why_eager(name, spec)
 
     def _spec(self, group: LayerAttention, settings: DecoderSettings) -> AttentionSpec:
         first = self.config.layers.index(group)
