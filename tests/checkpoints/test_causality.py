@@ -4,9 +4,14 @@
 import itertools
 
 import pytest
+import torch
 
+from dflash.attention import flashinfer
+from dflash.attention.select import choose_backend
+from dflash.attention.spec import Refusal
 from dflash.checkpoints import LayerAttention, parse_draft_config
 from dflash.errors import CheckpointError
+from dflash.models.decoder import DecoderSettings, attention_specs
 from tests.checkpoints.support import DRAFT, SPECULATORS
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -22,10 +27,11 @@ def _config(is_causal, causal, layer_types, use_swa, sliding_window, swa_window_
     return DRAFT | {"dflash_config": dflash} | {k: v for k, v in top.items() if v is not None}
 
 
-@pytest.mark.parametrize(
-    ("is_causal", "causal", "layer_types", "use_swa", "sliding_window", "swa_window_size"),
-    list(itertools.product(SWITCH, SWITCH, LAYER_TYPES, SWITCH, [None, 16], [None, 24])),
-)
+KEYS = ("is_causal", "causal", "layer_types", "use_swa", "sliding_window", "swa_window_size")
+COMBINATIONS = list(itertools.product(SWITCH, SWITCH, LAYER_TYPES, SWITCH, [None, 16], [None, 24]))
+
+
+@pytest.mark.parametrize(KEYS, COMBINATIONS)
 def test_every_combination(
     is_causal, causal, layer_types, use_swa, sliding_window, swa_window_size
 ):
@@ -45,6 +51,29 @@ def test_every_combination(
     assert parse_draft_config(config).decoder.layers == tuple(expected)
 
 
+@pytest.mark.parametrize("arch", ["cpu", "sm_90", "sm_100"])
+def test_every_combination_reaches_the_backends(arch):
+    """Each layer's bounds on the keys, from its config to the spec that a backend is chosen by."""
+    settings = DecoderSettings(torch.device("cpu"), torch.bfloat16, torch.bfloat16, 16, 128)
+    for combination in COMBINATIONS:
+        config = _config(*combination)
+        try:
+            decoder = parse_draft_config({**config, "head_dim": 64}).decoder
+        except CheckpointError:
+            continue
+        specs = attention_specs(decoder, settings, arch, [False] * decoder.num_layers)
+        assert list(specs) == list(dict.fromkeys(decoder.layers))
+        for layer, spec in specs.items():
+            size = layer.window
+            left = -1 if size is None else size - 1
+            right = -1 if size is None or layer.causal else size - 1
+            assert (spec.causal, spec.window_left, spec.window_right) == (layer.causal, left, right)
+            assert choose_backend(spec).backend.name == "native"
+            answer = flashinfer.supports(spec)
+            refused = arch == "cpu" or (size is not None and not layer.causal)
+            assert isinstance(answer, Refusal) == refused
+
+
 # Written out by hand, so that the table above does not only repeat the code.
 @pytest.mark.parametrize(
     ("keys", "expected"),
@@ -61,8 +90,7 @@ def test_every_combination(
     ],
 )
 def test_known_rows(keys, expected):
-    names = ("is_causal", "causal", "layer_types", "use_swa", "sliding_window", "swa_window_size")
-    config = _config(*(keys.get(name) for name in names))
+    config = _config(*(keys.get(name) for name in KEYS))
     layers = parse_draft_config(config).decoder.layers
     assert [(layer.causal, layer.window) for layer in layers] == expected
 

@@ -15,6 +15,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from dflash.checkpoints import gguf as conversion
 from dflash.checkpoints import load_target, resolve_target
 from dflash.checkpoints.demo import _fetch
+from dflash.checkpoints.read_configs import read_target_config
 from dflash.errors import CheckpointError, DflashError
 from tests.checkpoints.support import TARGET, target_tensors
 
@@ -193,6 +194,14 @@ def test_converted_once(tmp_path, monkeypatch):
     copy = tmp_path / "elsewhere.gguf"
     copy.write_bytes(path.read_bytes())
     assert resolve_target(copy) == folder
+
+
+def test_the_config_alone_is_read_without_converting(tmp_path, monkeypatch):
+    _, tensors = _tensors("Qwen3ForCausalLM")
+    path = _write_gguf(tmp_path / "m.gguf", "qwen3", _stored("qwen3", tensors))
+    config = read_target_config(path)
+    assert not (tmp_path / "cache").exists()
+    assert config.decoder == load_target(path)[0].decoder
 
 
 def test_rope_scaling(tmp_path):

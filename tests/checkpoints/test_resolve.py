@@ -2,14 +2,16 @@
 """From a name to a directory, and what the cache promises."""
 
 import errno
+import json
 
 import huggingface_hub
 import pytest
-from huggingface_hub import errors
+from huggingface_hub import constants, errors
 from safetensors import SafetensorError
 
 from dflash.checkpoints import demo, resolve, resolve_draft, resolve_target
 from dflash.checkpoints.cache import cache_dir, disk_errors, new_entry
+from dflash.checkpoints.read_configs import read_draft_config, read_target_config
 from dflash.errors import CheckpointError, DflashError
 from tests.checkpoints.support import DRAFT, TARGET, draft_tensors, target_tensors, write
 
@@ -17,8 +19,8 @@ from tests.checkpoints.support import DRAFT, TARGET, draft_tensors, target_tenso
 @pytest.fixture(autouse=True)
 def _no_network(monkeypatch, tmp_path):
     """The hub is away and its cache is empty, whatever the machine has."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("DFLASH_CACHE", str(tmp_path / "cache"))
 
 
@@ -173,3 +175,18 @@ def test_other_weights_than_the_demos_are_refused(monkeypatch):
     monkeypatch.setattr(demo, "_fetch", fetch)
     with pytest.raises(DflashError, match=f"expected {demo.DEMO_SHA256}"):
         resolve_target("demo")
+
+
+def test_a_hub_id_can_be_asked_for_its_configs_alone(monkeypatch, tmp_path):
+    asked = []
+
+    def download(repo, allow_patterns, ignore_patterns):
+        asked.append((repo, allow_patterns))
+        (tmp_path / "config.json").write_text(json.dumps(TARGET))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert read_target_config("Qwen/Qwen3-8B").decoder.num_layers == TARGET["num_hidden_layers"]
+    assert asked == [("Qwen/Qwen3-8B", ["config.json", "generation_config.json"])]
+    with pytest.raises(CheckpointError, match="is a target, not a drafter"):
+        read_draft_config(write(tmp_path / "t", TARGET, target_tensors(TARGET)))

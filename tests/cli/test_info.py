@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from dflash import _conflict, devices
+from dflash.attention.select import BACKENDS
 from dflash.cli import info, main
+from tests.checkpoints.support import DRAFT, TARGET
 
 
 def _run(monkeypatch, capsys, *arguments):
@@ -24,6 +26,46 @@ def test_info_says_what_is_here(monkeypatch, capsys):
     assert "cpu" in facts["devices"]
     text = _run(monkeypatch, capsys)
     assert all(section in text for section in ("versions", "devices", "libraries"))
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """Configurations alone: no weights are there to be read."""
+    draft = {
+        **DRAFT, "head_dim": 64, "layer_types": ["full_attention", "sliding_attention"],
+        "sliding_window": 16,
+    }  # fmt: skip
+    for name, config in (("target", {**TARGET, "head_dim": 64}), ("draft", draft)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    return "--model", str(tmp_path / "target"), "--draft", str(tmp_path / "draft")
+
+
+def test_info_says_which_backend_each_layer_group_gets(monkeypatch, capsys, pair):
+    plans = json.loads(_run(monkeypatch, capsys, *pair, "--device", "sm_90", "--json"))
+    (target,), (full, sliding) = plans["target"], plans["draft"]
+    assert (target["layers"], target["causal"], target["window"]) == ([0, 1, 2], True, None)
+    assert (full["layers"], full["causal"], full["window"]) == ([0], False, None)
+    assert (sliding["layers"], sliding["causal"], sliding["window"]) == ([1], True, 16)
+    for group in (target, full, sliding):
+        assert group["chosen"] == "native" and (group["num_heads"], group["num_kv_heads"]) == (4, 2)
+        assert list(group["candidates"]) == [backend.name for backend in BACKENDS]
+        assert group["candidates"]["native"] == "chosen: runs in one graph"
+        assert "native comes first" in group["candidates"]["sdpa"]
+        assert "flashinfer-python" in group["candidates"]["flashinfer"]
+    text = _run(monkeypatch, capsys, *pair, "--device", "cpu")
+    heading = "draft: layers 1, causal, window 16, 4 heads over 2 K/V heads of 64, float32 on cpu"
+    assert f"{heading}: native" in text
+    assert "no kernel for cpu" in text
+
+
+def test_info_names_what_it_cannot_read(monkeypatch, capsys, pair, tmp_path):
+    (tmp_path / "draft" / "config.json").write_text(json.dumps({**DRAFT, "layer_types": ["x"]}))
+    monkeypatch.setattr(sys, "argv", ["dflash", "info", *pair])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    assert str(tmp_path / "draft") in capsys.readouterr().err
 
 
 def test_info_says_why_no_gpu(monkeypatch):

@@ -59,7 +59,7 @@ def test_a_failing_step_ends_its_batch_and_the_next_call_works(llm, answers, mon
     other = llm.stream(PROMPTS[1], greedy_params(NUM_TOKENS))
     next(other)
 
-    def fail(*_):
+    def fail(*_, **__):
         raise RuntimeError("out of luck")
 
     with monkeypatch.context() as patch:

@@ -220,11 +220,11 @@ def test_a_failing_step_spares_those_that_wait(target, draft, answers, monkeypat
 
     propose, calls = llm.core._step.speculator.propose, []
 
-    def fail_once(*arguments):
+    def fail_once(*arguments, **named):
         calls.append(1)
         if len(calls) == 3:
             raise RuntimeError("out of luck")
-        propose(*arguments)
+        propose(*arguments, **named)
 
     monkeypatch.setattr(llm.core._step.speculator, "propose", fail_once)
     results = asyncio.run(run())

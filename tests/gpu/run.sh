@@ -3,16 +3,19 @@
 # The GPU gate: builds for this machine's GPU, runs ctest -L gpu and pytest -m gpu, prints a summary.
 #   tests/gpu/run.sh              the gate (under 8 minutes on an H200)
 #   tests/gpu/run.sh --sanitize   memcheck, racecheck, synccheck and initcheck on the torch-free kernel tests
+#   tests/gpu/run.sh --soak       the gate, then 3 minutes of random traffic on the demo pair (python -m tests.soak)
 # PYTHON, BUILD (build folder) and CMAKE_ARGS may be set; BUILT=1 skips the build.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
 build=${BUILD:-build/gpu}
 sanitize=0
+soak=0
 for argument in "$@"; do
   case $argument in
     --sanitize) sanitize=1 ;;
-    *) echo "usage: tests/gpu/run.sh [--sanitize]" >&2; exit 2 ;;
+    --soak) soak=1 ;;
+    *) echo "usage: tests/gpu/run.sh [--sanitize] [--soak]" >&2; exit 2 ;;
   esac
 done
 
@@ -46,6 +49,11 @@ if [ $sanitize = 1 ]; then
 else
   ctest --test-dir "$build" -L gpu --no-tests=error --output-on-failure || failed+=("ctest -L gpu")
   "$python" -m pytest -m gpu -q -p no:cacheprovider tests || failed+=("pytest -m gpu")
+fi
+
+if [ $soak = 1 ]; then
+  "$python" -m tests.soak --minutes 3 --device cuda --dtype bfloat16 --num-speculative-tokens 7 \
+    --json "$build.soak.json" || failed+=("soak")
 fi
 
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader

@@ -61,8 +61,8 @@ class Recorder:
     def detach(self) -> None:
         self._speculator.propose = self._propose
 
-    def _record(self, batch, state, sampling) -> None:
-        self._propose(batch, state, sampling)
+    def _record(self, batch, state, sampling, **arguments) -> None:
+        self._propose(batch, state, sampling, **arguments)
         scheduler = self._core.scheduler
         owners = {r.row: r.request_id for r in (*scheduler.prefilling, *scheduler.running)}
         for row, count in zip(batch.idx_mapping.tolist(), batch.num_sampled.tolist(), strict=True):

@@ -5,33 +5,54 @@ from __future__ import annotations
 
 import torch
 
-from dflash.attention.spec import AttentionBatch, AttentionSpec, LayerCache, Refusal, Support
+from dflash.attention.spec import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionSpec,
+    CaptureLimits,
+    LayerCache,
+    Refusal,
+    Support,
+    refusal,
+)
 from dflash.ops.paged_attention import paged_attention, paged_attention_workspace_size
 
 HEAD_DIMS = (64, 96, 128, 256)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+ARCHES = ("cpu", "sm_90", "sm_100", "sm_103")
 
 
 def supports(spec: AttentionSpec) -> Support | Refusal:
     """Head dims and dtypes that the kernel is built for; fp8 caches too."""
-    if spec.head_dim not in HEAD_DIMS:
-        return Refusal(f"head_dim {spec.head_dim} is not one of {HEAD_DIMS}")
-    if spec.dtype not in DTYPES:
-        return Refusal(f"dtype {spec.dtype} is not float32, float16 or bfloat16")
-    if spec.kv_dtype not in (spec.dtype, torch.float8_e4m3fn):
-        return Refusal(f"a {spec.kv_dtype} cache under {spec.dtype} queries")
-    if spec.num_heads % spec.num_kv_heads:
-        return Refusal(f"{spec.num_heads} heads do not divide into {spec.num_kv_heads} K/V heads")
-    return Support(replayable=True, in_one_graph=True)
+    return refusal(
+        spec.arch not in ARCHES and f"no kernel for {spec.arch}",
+        spec.head_dim not in HEAD_DIMS and f"head_dim {spec.head_dim} is not one of {HEAD_DIMS}",
+        spec.dtype not in DTYPES and f"dtype {spec.dtype} is not float32, float16 or bfloat16",
+        spec.kv_dtype not in (spec.dtype, torch.float8_e4m3fn)
+        and f"a {spec.kv_dtype} cache under {spec.dtype} queries",
+        spec.num_heads % spec.num_kv_heads != 0
+        and f"{spec.num_heads} heads do not divide into {spec.num_kv_heads} K/V heads",
+    ) or Support(replayable=True, in_one_graph=True)
 
 
-class NativeAttention:
-    """Calls paged_attention; one workspace per layer group of a model, as large as its largest batch."""
+class NativeAttention(AttentionBackend):
+    """Calls paged_attention. The workspace grows with the batches until init_capture fixes it."""
 
-    def __init__(self, spec: AttentionSpec) -> None:
-        self.spec = spec
-        self.scale = spec.head_dim**-0.5
-        self._workspace = torch.empty(0, dtype=torch.uint8)
+    def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
+        super().__init__(spec, device)
+        self._workspace = torch.empty(0, dtype=torch.uint8, device=device)
+        self._is_fixed = False
+
+    def init_capture(self, limits: CaptureLimits) -> None:
+        size = self._workspace_size(
+            limits.max_rows, limits.max_reqs, limits.max_query_len, limits.max_seq_len
+        )
+        self._workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self._is_fixed = True
+
+    def prepare_capture(self, batch: AttentionBatch) -> None:
+        # Poison: a graph that relied on what the workspace holds would show it at once.
+        self._workspace.fill_(255)
 
     def forward(
         self,
@@ -40,7 +61,6 @@ class NativeAttention:
         batch: AttentionBatch,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[T, num_heads, head_dim], of queries of that shape; sinks [num_heads]."""
         return paged_attention(
             query,
             cache.key,
@@ -61,15 +81,26 @@ class NativeAttention:
         )
 
     def _workspace_for(self, query: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
-        size = paged_attention_workspace_size(
-            num_rows=query.shape[0],
-            num_reqs=batch.seq_lens.shape[0],
+        size = self._workspace_size(
+            query.shape[0], batch.seq_lens.shape[0], batch.max_query_len, batch.max_seq_len
+        )
+        if self._workspace.numel() >= size:
+            return self._workspace
+        larger = torch.empty(size, dtype=torch.uint8, device=self.device)
+        if not self._is_fixed:
+            self._workspace = larger
+        # NOTE: graphs hold the fixed one's address; a larger batch's lives as long as its forward.
+        return larger
+
+    def _workspace_size(
+        self, num_rows: int, num_reqs: int, max_query_len: int, max_seq_len: int
+    ) -> int:
+        return paged_attention_workspace_size(
+            num_rows=num_rows,
+            num_reqs=num_reqs,
             num_heads=self.spec.num_heads,
             num_kv_heads=self.spec.num_kv_heads,
             head_dim=self.spec.head_dim,
-            max_query_len=batch.max_query_len,
-            max_seq_len=batch.max_seq_len,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
         )
-        if self._workspace.numel() < size or self._workspace.device != query.device:
-            self._workspace = torch.empty(size, dtype=torch.uint8, device=query.device)
-        return self._workspace

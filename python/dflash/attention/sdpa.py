@@ -6,23 +6,27 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from dflash.attention.spec import AttentionBatch, AttentionSpec, LayerCache, Refusal, Support
+from dflash.attention.spec import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionSpec,
+    LayerCache,
+    Refusal,
+    Support,
+    refusal,
+)
 
 
 def supports(spec: AttentionSpec) -> Support | Refusal:
     """Everything but sinks and caches of another dtype."""
-    if spec.has_sinks:
-        return Refusal("attention sinks are not expressible")
-    if spec.kv_dtype != spec.dtype:
-        return Refusal(f"a {spec.kv_dtype} cache under {spec.dtype} queries")
-    return Support(replayable=False, in_one_graph=False)
+    return refusal(
+        spec.has_sinks and "attention sinks are not expressible",
+        spec.kv_dtype != spec.dtype and f"a {spec.kv_dtype} cache under {spec.dtype} queries",
+    ) or Support(False, False, "it reads the lengths on the host")
 
 
-class SdpaAttention:
+class SdpaAttention(AttentionBackend):
     """One call a request; reads the lengths on the host."""
-
-    def __init__(self, spec: AttentionSpec) -> None:
-        self.spec = spec
 
     def forward(
         self,
@@ -31,7 +35,6 @@ class SdpaAttention:
         batch: AttentionBatch,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[T, num_heads, head_dim], of queries of that shape; sinks [num_heads]."""
         output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
         starts = batch.query_start_loc.tolist()
         capacity = batch.block_table.shape[1] * cache.key.shape[1]

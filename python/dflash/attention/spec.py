@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
@@ -39,10 +40,14 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class Support:
-    """The backend serves the spec; replayable: a captured launch is valid at other lengths."""
+    """The backend serves the spec.
 
-    replayable: bool
-    in_one_graph: bool
+    What is captured are batches with one query length; ragged ones (prompts) run eagerly in any case.
+    """
+
+    replayable: bool  # a captured launch is valid at other lengths
+    in_one_graph: bool  # and needs nothing of the host between replays
+    reason: str = ""  # why not, where one of them is False
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,12 @@ class Refusal:
     """The backend does not serve the spec, and why."""
 
     reason: str
+
+
+def refusal(*reasons: str | bool | None) -> Refusal | None:
+    """The reasons that are strings as one refusal (`is_wrong and "why"` is one or False); None without any."""
+    given = [reason for reason in reasons if isinstance(reason, str)]
+    return Refusal(", ".join(given)) if given else None
 
 
 @dataclass
@@ -79,18 +90,46 @@ class LayerCache:
     v_scale: torch.Tensor | None = None
 
 
-class AttentionBackend(Protocol):
-    """Runs one layer's attention; made for one spec."""
+@dataclass(frozen=True)
+class CaptureLimits:
+    """The largest batch of any graph."""
 
+    max_reqs: int
+    max_rows: int
+    max_query_len: int
+    max_seq_len: int
+    max_blocks_per_req: int
+
+
+class AttentionBackend(ABC):
+    """Runs the attention of a layer group; made for one spec. What needs no host work overrides forward alone."""
+
+    def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
+        self.spec = spec
+        self.device = device
+        self.scale = spec.head_dim**-0.5
+
+    @abstractmethod
     def forward(
         self,
-        query: torch.Tensor,  # [T, num_heads, head_dim]
+        query: torch.Tensor,
         cache: LayerCache,
         batch: AttentionBatch,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[T, num_heads, head_dim]; sinks [num_heads]."""
-        ...
+        """[T, num_heads, head_dim], of queries of that shape; sinks [num_heads]."""
+
+    def prepare(self, batch: AttentionBatch) -> None:  # noqa: B027
+        """Host work before an eager forward of the group's layers; may read lengths."""
+
+    def init_capture(self, limits: CaptureLimits) -> None:  # noqa: B027
+        """Once, before any graph: makes everything whose address graphs will hold."""
+
+    def prepare_capture(self, batch: AttentionBatch) -> None:  # noqa: B027
+        """Before a bucket is captured; its lengths are not known yet."""
+
+    def prepare_replay(self, batch: AttentionBatch) -> None:  # noqa: B027
+        """Before each replay."""
 
 
 @dataclass(frozen=True)
@@ -98,5 +137,9 @@ class Backend:
     """A row of the selection table."""
 
     name: str
-    supports: Callable[[AttentionSpec], Support | Refusal]
-    make: Callable[[AttentionSpec], AttentionBackend]
+    supports: Callable[
+        [AttentionSpec], Support | Refusal
+    ]  # by declared capability: no device needed
+    make: Callable[[AttentionSpec, torch.device], AttentionBackend]
+    missing: Callable[[], str | None] = lambda: None  # what this machine lacks
+    is_automatic: bool = True  # "auto" may take it

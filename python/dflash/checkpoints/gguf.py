@@ -74,6 +74,12 @@ def convert_gguf(path: Path, sha256: str | None = None) -> Path:
     return final
 
 
+def gguf_config(path: Path) -> dict[str, Any]:
+    """The config.json that convert_gguf would write; errors as its."""
+    reader = _open(path)
+    return _config(_Metadata(path, reader), reader)
+
+
 class _Metadata:
     """The file's key/value fields; an architecture's own keys by their last part."""
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from dflash.checkpoints.cache import NO_SPACE
@@ -22,6 +23,7 @@ _HUB_FILES = (
     "mask_embedding.pt",
 )
 _HUB_UNUSED = ("*/*", "consolidated*")
+_HUB_CONFIGS = ("config.json", "generation_config.json")
 
 
 def resolve_target(name: str | Path) -> Path:
@@ -55,7 +57,20 @@ def resolve_draft(name: str | Path) -> Path:
     return found
 
 
-def _resolve(name: str | Path) -> Path | None:
+def resolve_configs(name: str | Path, demo: Callable[[], Path]) -> Path:
+    """A directory with config.json, or a GGUF file: of a hub id nothing else is fetched.
+
+    Errors as resolve_target's.
+    """
+    found = _resolve(name, _HUB_CONFIGS)
+    if found is None:
+        return demo()
+    if found.is_dir() and not (found / "config.json").exists():
+        return _only_gguf(found) or found
+    return found
+
+
+def _resolve(name: str | Path, hub_files: tuple[str, ...] = _HUB_FILES) -> Path | None:
     """An existing directory or .gguf file, None for the demo, else a snapshot of the hub."""
     path = Path(name).expanduser()
     if path.is_dir():
@@ -73,7 +88,7 @@ def _resolve(name: str | Path) -> Path | None:
             f"no such directory: {name} (expected a checkpoint directory, a .gguf file, "
             f'"{DEMO_MODEL}" or a hub id like Qwen/Qwen3-8B)'
         )
-    return _download(name)
+    return _download(name, hub_files)
 
 
 def _only_gguf(directory: Path) -> Path | None:
@@ -86,13 +101,13 @@ def _only_gguf(directory: Path) -> Path | None:
     return files[0] if files else None
 
 
-def _download(repo: str) -> Path:
+def _download(repo: str, files: tuple[str, ...]) -> Path:
     import huggingface_hub
     from huggingface_hub import errors
 
     try:
         path = huggingface_hub.snapshot_download(
-            repo, allow_patterns=list(_HUB_FILES), ignore_patterns=list(_HUB_UNUSED)
+            repo, allow_patterns=list(files), ignore_patterns=list(_HUB_UNUSED)
         )
     except errors.GatedRepoError as error:
         raise DflashError(

@@ -18,8 +18,10 @@ from rich.text import Text
 
 from dflash._conflict import PACKAGE_DIR, find_conflict
 from dflash._library import LIBRARY_DIR, cuda_library_error
-from dflash.attention.select import BACKENDS
+from dflash.attention.select import all_answers
 from dflash.attention.spec import AttentionSpec, Refusal
+from dflash.cli import backends
+from dflash.cli.generate import DFLASH
 from dflash.devices import cuda_is_available, is_served, why_no_cuda
 
 DISTRIBUTION = "dflash-cuda"
@@ -27,14 +29,29 @@ OPTIONAL_PACKAGES = ("flashinfer-python", "flash-attn", "flash-attn-3")
 
 
 def info(
+    model: Annotated[
+        str | None, typer.Option(help="Say which attention backend each layer of this target gets.")
+    ] = None,
+    draft: Annotated[str | None, typer.Option(help="The same for this drafter.")] = None,
+    draft_method: Annotated[
+        str, typer.Option(help="dflash, or autoregressive: --draft is a small model.")
+    ] = DFLASH,
+    device: Annotated[
+        str,
+        typer.Option(help="For --model and --draft: auto, cpu, cuda, cuda:N, or sm_90, sm_100."),
+    ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Show versions, devices, libraries, and what is unavailable and why."""
+    """Show versions, devices, libraries, and what is unavailable and why; or the attention backends of a pair."""
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    if model is not None or draft is not None:
+        plans = backends.plan_backends(model, draft, device, draft_method)
+        print(json.dumps(plans, indent=2)) if as_json else backends.print_plans(console, plans)
+        return
     facts = gather()
     if as_json:
         print(json.dumps(facts, indent=2))
         return
-    console = Console(soft_wrap=True, highlight=False, markup=False)
     for section, lines in facts.items():
         for i, (name, value) in enumerate(lines.items()):
             console.print(Text(f"{section if i == 0 else '':13}", "bold") + f"{name}: {value}")
@@ -133,14 +150,13 @@ def _attention(unavailable: dict[str, str]) -> dict[str, str]:
     """What each backend answers for a plain Qwen3-8B layer, causal and not."""
     arch, dtype = _served_here()
     served = {}
-    for backend in BACKENDS:
-        for causal in (True, False):
-            spec = AttentionSpec(
-                arch=arch, num_heads=32, num_kv_heads=8, head_dim=128, dtype=dtype, kv_dtype=dtype,
-                causal=causal, window=None, query_shape="ragged", kv_block_size=16,
-            )  # fmt: skip
-            answer = backend.supports(spec)
-            name = f"{backend.name} ({'causal' if causal else 'non-causal'})"
+    for causal in (True, False):
+        spec = AttentionSpec(
+            arch=arch, num_heads=32, num_kv_heads=8, head_dim=128, dtype=dtype, kv_dtype=dtype,
+            causal=causal, window=None, query_shape="ragged", kv_block_size=16,
+        )  # fmt: skip
+        for backend, answer in all_answers(spec).items():
+            name = f"{backend} ({'causal' if causal else 'non-causal'})"
             if isinstance(answer, Refusal):
                 unavailable[name] = answer.reason
             else:

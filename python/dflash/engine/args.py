@@ -15,7 +15,7 @@ from dflash.errors import DflashError
 from dflash.log import log_once
 
 DFLASH, AUTOREGRESSIVE = "dflash", "autoregressive"
-"""Draft methods."""
+DRAFT_METHODS = (DFLASH, AUTOREGRESSIVE)
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -94,7 +94,7 @@ class EngineArgs:
 
     def __post_init__(self) -> None:
         self._check_choice("dtype", ("auto", *DTYPES))
-        self._check_choice("draft_method", (DFLASH, AUTOREGRESSIVE))
+        self._check_choice("draft_method", DRAFT_METHODS)
         self._check_choice("draft_sample_method", ("greedy", "gumbel"))
         self._check_choice("rejection_sample_method", ("match", "standard", "block", "synthetic"))
         for name in ("kv_cache_dtype", "draft_kv_cache_dtype"):

@@ -11,6 +11,7 @@ import torch
 
 from dflash.checkpoints.config import DecoderConfig, TargetConfig
 from dflash.checkpoints.weights import TargetWeights, load_target
+from dflash.engine.admission import Limits
 from dflash.engine.args import DTYPES, EngineArgs, cache_dtype, resolve_device
 from dflash.engine.buffers import BatchBuffers, RequestState, request_buckets, request_multiple
 from dflash.engine.core import Core
@@ -226,10 +227,8 @@ def assemble(
         None if target_ms is None else target_ms / 1e3, args.max_num_batched_tokens
     )
     runner = GraphRunner(step, buffers, args.max_num_seqs, args.enforce_eager)
-    core = Core(
-        runner, scheduler, pacer, max_model_len, vocab_size,
-        target.config.eos_token_ids, args.seed,
-    )  # fmt: skip
+    limits = Limits(max_model_len, vocab_size, target.config.eos_token_ids, args.seed)
+    core = Core(runner, scheduler, pacer, limits)
     names = {"target": _backends(target)} | ({"draft": _backends(drafter)} if drafter else {})
     facts = EngineFacts(
         device,

@@ -7,16 +7,16 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 
 import torch
 
+from dflash.engine.admission import Limits
 from dflash.engine.buffers import OUTPUT_RING
 from dflash.engine.graphs import GraphRunner
 from dflash.engine.outputs import Logprob
 from dflash.engine.pacing import PrefillPacer
 from dflash.engine.request import PrefillChunk, Request
-from dflash.engine.sampling import MAX_STOP_TOKEN_IDS, RawLogprobs
+from dflash.engine.sampling import RawLogprobs
 from dflash.engine.sampling_params import SamplingParams
 from dflash.engine.scheduler import Schedule, Scheduler
 from dflash.engine.step import Flow
@@ -64,10 +64,7 @@ class Core:
         runner: the parts of an iteration, captured or not, with the device state and the batch's arrays.
         scheduler: who runs next.
         pacer: how much of a prompt may delay running requests.
-        max_model_len: prompt and output tokens a request may have.
-        vocab_size: ids a prompt may hold.
-        eos_token_ids: tokens that end a request unless it ignores them.
-        seed: seeds of requests that bring none are derived from it and the request's number.
+        limits: what a request may be.
     """
 
     def __init__(
@@ -75,20 +72,14 @@ class Core:
         runner: GraphRunner,
         scheduler: Scheduler,
         pacer: PrefillPacer,
-        max_model_len: int,
-        vocab_size: int,
-        eos_token_ids: Sequence[int],
-        seed: int = 0,
+        limits: Limits,
     ) -> None:
         self._runner = runner
         self._step = runner.step
         self._buffers = runner.buffers
         self.scheduler = scheduler
         self._pacer = pacer
-        self.max_model_len = max_model_len
-        self.vocab_size = vocab_size
-        self.eos_token_ids = tuple(eos_token_ids)
-        self.seed = seed
+        self.limits = limits
         self._num_requests = 0
         self._num_passes = int(self._step.state.step.item())  # that wrote the output ring
         self._flights: deque[_Flight] = deque()
@@ -105,64 +96,15 @@ class Core:
         """Queues one sequence; `seed` stands in for params.seed.
 
         Raises:
-            ValueError: an empty prompt, an id outside the vocabulary, a prompt with no room for an
-                output token, more stop tokens than the device table holds, or more tokens than the cache.
+            ValueError: what Limits.admit refuses, or more tokens than the cache holds.
         """
         if self._failure is not None:
             raise self._failure
-        prompt = list(prompt_token_ids)
-        self._check_prompt(prompt)
-        self._check_ids(params)
-        max_tokens = min(params.max_tokens, self.max_model_len - len(prompt))
-        number = self._num_requests
-        seed = params.seed if seed is None else seed
-        request = Request(
-            number,
-            prompt,
-            params,
-            max_tokens,
-            _derived(self.seed, number) if seed is None else seed,
-        )
+        request = self.limits.admit(self._num_requests, prompt_token_ids, params, seed)
         request.arrived_at = time.perf_counter()
-        request.statistics.num_requests = 1
-        request.statistics.num_prompt_tokens = len(prompt)
         self.scheduler.add(request)
         self._num_requests += 1
         return request
-
-    def _check_prompt(self, prompt: list[int]) -> None:
-        if not prompt:
-            raise ValueError("the prompt has no tokens: expected at least one")
-        if len(prompt) >= self.max_model_len:
-            raise ValueError(
-                f"the prompt has {len(prompt)} tokens; with max_model_len {self.max_model_len} at most "
-                f"{self.max_model_len - 1} leave room for an answer: shorten it or raise max_model_len"
-            )
-        odd = next((t for t in prompt if not isinstance(t, Integral)), None)
-        if odd is not None:
-            raise ValueError(f"the prompt holds {odd!r}: expected text or token ids")
-        outside = next((t for t in prompt if not 0 <= t < self.vocab_size), None)
-        if outside is not None:
-            raise ValueError(
-                f"prompt token {outside} is outside the vocabulary of {self.vocab_size}"
-            )
-
-    def _check_ids(self, params: SamplingParams) -> None:
-        stops = self.stop_token_ids(params)
-        if len(stops) > MAX_STOP_TOKEN_IDS:
-            raise ValueError(
-                f"{len(stops)} stop tokens (end-of-sequence ones included): at most {MAX_STOP_TOKEN_IDS}"
-            )
-        outside = next((t for t in params.logit_bias if t >= self.vocab_size), None)
-        if outside is not None:
-            raise ValueError(
-                f"logit_bias token {outside} is outside the vocabulary of {self.vocab_size}"
-            )
-
-    def stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """Tokens that end a request: its own and, unless ignored, the model's."""
-        eos = () if params.ignore_eos else self.eos_token_ids
-        return tuple(dict.fromkeys([*params.stop_token_ids, *eos]))
 
     def abort(self, request: Request, reason: str = "abort") -> None:
         """Ends a request that has not finished; its row and blocks are free at once."""
@@ -249,7 +191,9 @@ class Core:
             return
         self._buffers.admit(requests)
         self._step.state.admit(requests)
-        self._step.sampling.admit(requests, [self.stop_token_ids(r.params) for r in requests])
+        self._step.sampling.admit(
+            requests, [self.limits.stop_token_ids(r.params) for r in requests]
+        )
         now = time.perf_counter()
         for request in requests:
             if request.is_resumed:
@@ -356,9 +300,3 @@ def is_cuda_error(error: BaseException) -> bool:
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return False
     return isinstance(error, RuntimeError) and "CUDA error" in str(error)
-
-
-def _derived(seed: int, number: int) -> int:
-    """64 signed bits; an odd multiplier spreads request numbers over them."""
-    value = (seed + 1 + number) * 0x9E3779B97F4A7C15 % 2**64
-    return value - 2**64 if value >= 2**63 else value

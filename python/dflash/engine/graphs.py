@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from rich.progress import track
 
+from dflash.attention.spec import AttentionBatch, CaptureLimits
 from dflash.engine.buffers import Batch, BatchBuffers, Variant, request_buckets, request_multiple
 from dflash.engine.memory import gib
 from dflash.engine.step import Flow, Part, Step
 from dflash.log import log_once
+from dflash.models.decoder import Decoder
 
 logger = logging.getLogger("dflash")
 
@@ -42,9 +44,11 @@ class CapturedStep:
                     captured.segments.append(part)
                 continue
             graph = torch.cuda.CUDAGraph()
+            captured.flow.in_graph = True
             with torch.cuda.graph(graph, pool=pool):
                 for part in run:
                     part.run(captured.flow)
+            captured.flow.in_graph = False
             captured.segments.append(graph)
         return captured
 
@@ -106,11 +110,20 @@ class GraphRunner:
         if captured is None:
             return self.step.decode(batch)
         with torch.inference_mode():
+            for decoder, attention in self._captured_forwards(batch):
+                decoder.prepare_replay(attention)
             return captured.replay(batch.variant)
+
+    def _captured_forwards(self, batch: Batch) -> list[tuple[Decoder, AttentionBatch]]:
+        return [f for f in self.step.forwards(batch) if f[0].eager_reason is None]
 
     def _capture(self) -> None:
         self._say_what_stays_eager()
         started, before = time.perf_counter(), torch.cuda.mem_get_info()[0]
+        largest = self.buffers.verify_batch(self.buckets[-1], Variant())
+        forwards = self.step.forwards(largest)
+        for decoder in {id(decoder): decoder for decoder, _ in forwards}.values():
+            decoder.init_capture(_limits([a for other, a in forwards if other is decoder]))
         pool = torch.cuda.graph_pool_handle()
         # The largest first: the smaller ones live in its memory.
         keys = [(b, processes) for b in reversed(self.buckets) for processes in (True, False)]
@@ -136,6 +149,8 @@ class GraphRunner:
         self.buffers.requests.send([], bucket)  # nobody: every row is inert
         batch = self.buffers.verify_batch(bucket, Variant(processes_logits))
         self.step.decode(batch)  # libraries make their handles and workspaces outside the graph
+        for decoder, attention in self._captured_forwards(batch):
+            decoder.prepare_capture(attention)
         torch.cuda.synchronize()
         return CapturedStep.capture(self.step.decode_parts, batch, pool)
 
@@ -148,6 +163,18 @@ class GraphRunner:
 
     def _eager_parts(self) -> Iterator[Part]:
         return (part for part in self.step.decode_parts if part.eager_reason is not None)
+
+
+def _limits(largest: Sequence[AttentionBatch]) -> CaptureLimits:
+    """Of one decoder, which may run batches of several shapes."""
+    num_reqs, num_blocks = largest[0].block_table.shape
+    return CaptureLimits(
+        max_reqs=num_reqs,
+        max_rows=max(attention.positions.shape[0] for attention in largest),
+        max_query_len=max(attention.max_query_len for attention in largest),
+        max_seq_len=max(attention.max_seq_len for attention in largest),
+        max_blocks_per_req=num_blocks,
+    )
 
 
 def _visible() -> bool:

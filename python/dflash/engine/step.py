@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from dflash.attention.spec import AttentionBatch
 from dflash.engine.buffers import Batch, RequestState
 from dflash.engine.sampling import RawLogprobs, SamplingState, raw_logprobs
-from dflash.models.decoder import Taps
+from dflash.models.decoder import Decoder, Taps
 from dflash.models.target import Target
 from dflash.ops.advance import advance
 from dflash.ops.build_verify import build_verify
@@ -30,6 +31,7 @@ class Flow:
     """What one pass hands from part to part."""
 
     batch: Batch
+    in_graph: bool = False  # under capture: no host work
     hidden: torch.Tensor | None = None
     positions: torch.Tensor | None = None  # of the rows that get logits
     raw_logits: torch.Tensor | None = None
@@ -121,9 +123,10 @@ class Step:
 
     def verify(self, flow: Flow) -> None:
         """The target over the batch's rows, causally; taps go straight into their buffer."""
-        batch = flow.batch
-        attention = batch.attention(self.max_model_len)
-        flow.hidden = self.target.forward(batch.input_ids, attention, self.taps)
+        attention = flow.batch.attention(self.max_model_len)
+        if not flow.in_graph:
+            self.target.decoder.prepare(attention)
+        flow.hidden = self.target.forward(flow.batch.input_ids, attention, self.taps)
 
     def logits(self, flow: Flow) -> None:
         """Logits of the rows that are sampled, as the requests' parameters change them."""
@@ -225,13 +228,18 @@ class Step:
         if self.state.host_ring is not self.state.output_ring:
             self.state.host_ring.copy_(self.state.output_ring, non_blocking=True)
 
+    def forwards(self, batch: Batch) -> list[tuple[Decoder, AttentionBatch]]:
+        """Every decoder that an iteration runs, with its rows; one entry for each shape of these."""
+        target = [(self.target.decoder, batch.attention(self.max_model_len))]
+        return target + (self.speculator.forwards(batch) if self.speculator else [])
+
     def observe(self, flow: Flow) -> None:
         """The drafter's K/V of every row."""
         assert self.speculator is not None
         taps = None if self.taps is None else self.taps.buffer
-        self.speculator.observe(flow.batch, taps, self.state)
+        self.speculator.observe(flow.batch, taps, self.state, prepare=not flow.in_graph)
 
     def propose(self, flow: Flow) -> None:
         """The next block of every request."""
         assert self.speculator is not None
-        self.speculator.propose(flow.batch, self.state, self.sampling)
+        self.speculator.propose(flow.batch, self.state, self.sampling, prepare=not flow.in_graph)

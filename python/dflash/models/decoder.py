@@ -5,11 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from dflash.attention.select import select_backend, why_eager
-from dflash.attention.spec import AttentionBackend, AttentionBatch, AttentionSpec, LayerCache
+from dflash.attention.select import select_backend
+from dflash.attention.spec import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionSpec,
+    CaptureLimits,
+    LayerCache,
+    Support,
+)
 from dflash.checkpoints.config import DecoderConfig, LayerAttention
 from dflash.checkpoints.weights import LayerWeights
 from dflash.models.linear import linear
@@ -46,7 +54,7 @@ class DecoderSettings:
     max_model_len: int
     attention_backend: str = "auto"
     tile_rows: int | None = None  # see models/linear.py
-    query_shape: str = "ragged"
+    query_shape: Literal["ragged", "uniform", "one"] = "ragged"
 
 
 class Decoder:
@@ -74,28 +82,48 @@ class Decoder:
         self.cache_scales: torch.Tensor | None = None  # float32 [L], of fp8 caches: K's and V's
         self.backend_names: dict[LayerAttention, str] = {}
         self.backends: dict[LayerAttention, AttentionBackend] = {}
-        self.eager_reason: str | None = None  # why a graph cannot capture the forward
-        for group in dict.fromkeys(config.layers):
-            spec = self._spec(group, settings)
-            name, backend = select_backend(spec, settings.attention_backend)
-            self.backend_names[group], self.backends[group] = name, backend
-            self.eager_reason = self.eager_reason or why_eager(name, spec)
+        self.support: dict[LayerAttention, Support] = {}
+        has_sinks = [layer.sinks is not None for layer in layers]
+        arch = arch_of(settings.device)
+        for group, spec in attention_specs(config, settings, arch, has_sinks).items():
+            choice, backend = select_backend(spec, settings.attention_backend, settings.device)
+            self.backend_names[group], self.backends[group] = choice.backend.name, backend
+            self.support[group] = choice.support
 
-    def _spec(self, group: LayerAttention, settings: DecoderSettings) -> AttentionSpec:
-        first = self.config.layers.index(group)
-        return AttentionSpec(
-            arch=_arch(settings.device),
-            num_heads=self.config.num_heads,
-            num_kv_heads=self.config.num_kv_heads,
-            head_dim=self.config.head_dim,
-            dtype=settings.dtype,
-            kv_dtype=settings.kv_dtype,
-            causal=group.causal,
-            window=group.window,
-            query_shape=settings.query_shape,  # pyright: ignore[reportArgumentType]
-            kv_block_size=settings.kv_block_size,
-            has_sinks=self.layers[first].sinks is not None,
-        )
+    @property
+    def eager_reason(self) -> str | None:
+        """Why the forward cannot stand in the iteration graph; None when it can."""
+        for group, support in self.support.items():
+            if not (support.replayable and support.in_one_graph):
+                return f"attention backend {self.backend_names[group]}: {support.reason}"
+        return None
+
+    def prepare(self, batch: AttentionBatch) -> None:
+        """Host work of the backends before an eager forward."""
+        for backend in self.backends.values():
+            backend.prepare(batch)
+
+    def init_capture(self, limits: CaptureLimits) -> None:
+        """Once, before any graph: backends make what graphs will point at."""
+        for backend in self.backends.values():
+            backend.init_capture(limits)
+
+    def prepare_capture(self, batch: AttentionBatch) -> None:
+        """Before a bucket is captured.
+
+        Raises:
+            ValueError: a backend's launches may not be replayed; says why.
+        """
+        reason = self.eager_reason
+        if reason is not None:
+            raise ValueError(f"this forward cannot be captured: {reason}")
+        for backend in self.backends.values():
+            backend.prepare_capture(batch)
+
+    def prepare_replay(self, batch: AttentionBatch) -> None:
+        """Before each replay."""
+        for backend in self.backends.values():
+            backend.prepare_replay(batch)
 
     def cache_bytes(self, num_slots: int) -> int:
         """Bytes of all layers' K/V."""
@@ -107,7 +135,9 @@ class Decoder:
         heads, size = self.config.num_kv_heads, self.config.head_dim
         shape = (self.config.num_layers, 2, num_blocks, kv_block_size, heads, size)
         device = self.norm.device
-        storage = torch.empty(shape, dtype=self.kv_dtype, device=device)
+        # A backend may load slots that it masks: a NaN there, times a probability of 0, would spread.
+        make = torch.zeros if device.type == "cuda" else torch.empty
+        storage = make(shape, dtype=self.kv_dtype, device=device)
         if self.kv_dtype == torch.float8_e4m3fn:
             self.cache_scales = torch.ones(self.config.num_layers, device=device)
         for i, layer in enumerate(storage):
@@ -174,7 +204,30 @@ class Decoder:
         return self.linear(output.flatten(1), weights.o_proj, weights.o_bias)
 
 
-def _arch(device: torch.device) -> str:
+def attention_specs(
+    config: DecoderConfig, settings: DecoderSettings, arch: str, has_sinks: Sequence[bool]
+) -> dict[LayerAttention, AttentionSpec]:
+    """What attention each layer group needs; has_sinks by layer."""
+    return {
+        group: AttentionSpec(
+            arch=arch,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=settings.dtype,
+            kv_dtype=settings.kv_dtype,
+            causal=group.causal,
+            window=group.window,
+            query_shape=settings.query_shape,
+            kv_block_size=settings.kv_block_size,
+            has_sinks=has_sinks[config.layers.index(group)],
+        )
+        for group in dict.fromkeys(config.layers)
+    }
+
+
+def arch_of(device: torch.device) -> str:
+    """ "cpu", or "sm_90" and the like."""
     if device.type != "cuda":
         return device.type
     major, minor = torch.cuda.get_device_capability(device)

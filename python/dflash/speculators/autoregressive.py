@@ -8,6 +8,7 @@ import torch
 from dflash.attention.spec import AttentionBatch
 from dflash.engine.buffers import Batch, RequestState
 from dflash.engine.sampling import SamplingState
+from dflash.models.decoder import Decoder
 from dflash.models.target import Target
 from dflash.ops.build_verify import build_verify
 from dflash.speculators.buffers import DraftBuffers, draft_tokens, query_attention
@@ -70,17 +71,31 @@ class AutoregressiveSpeculator:
         head = self.drafter.lm_head
         return max_reqs * head.shape[0] * head.dtype.itemsize
 
-    def observe(self, batch: Batch, taps: torch.Tensor | None, state: RequestState) -> None:
-        """The drafter over the target's rows. Those of rejected drafts are overwritten before they are read."""
-        self._forward(batch.input_ids, batch.attention(self.max_model_len))
+    def forwards(self, batch: Batch) -> list[tuple[Decoder, AttentionBatch]]:
+        rows = self.buffers.of(batch.num_reqs)
+        one_row = query_attention(rows, batch, self.max_model_len)
+        return [(self.drafter.decoder, a) for a in (batch.attention(self.max_model_len), one_row)]
 
-    def propose(self, batch: Batch, state: RequestState, sampling: SamplingState) -> None:
+    def observe(
+        self,
+        batch: Batch,
+        taps: torch.Tensor | None,
+        state: RequestState,
+        prepare: bool = True,
+    ) -> None:
+        """The drafter over the target's rows. Those of rejected drafts are overwritten before they are read."""
+        self._forward(batch.input_ids, batch.attention(self.max_model_len), prepare)
+
+    def propose(
+        self, batch: Batch, state: RequestState, sampling: SamplingState, prepare: bool = True
+    ) -> None:
         """Pass i reads the token at s' + i and drafts the one behind it."""
         self._seq_lens.copy_(state.seq_lens)
         self._last_tokens.copy_(state.last_sampled)
         for i in range(self.num_speculative_tokens):
             rows = self._build_rows(batch, state)
-            hidden = self._forward(rows.input_ids, query_attention(rows, batch, self.max_model_len))
+            attention = query_attention(rows, batch, self.max_model_len)
+            hidden = self._forward(rows.input_ids, attention, prepare)
             draft_tokens(
                 self.drafter.logits(hidden),
                 rows.sample_positions,
@@ -115,8 +130,12 @@ class AutoregressiveSpeculator:
         rows.sample_positions.copy_(rows.seq_lens)
         return rows
 
-    def _forward(self, input_ids: torch.Tensor, attention: AttentionBatch) -> torch.Tensor:
+    def _forward(
+        self, input_ids: torch.Tensor, attention: AttentionBatch, prepare: bool
+    ) -> torch.Tensor:
         """Hidden states [T, H]."""
+        if prepare:
+            self.drafter.decoder.prepare(attention)
         if self._last_embedded is not None:
             input_ids = input_ids.clamp(max=self._last_embedded)
         return self.drafter.forward(input_ids, attention)

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import torch
 
+from dflash.attention.spec import AttentionBatch
 from dflash.engine.buffers import Batch, RequestState
 from dflash.engine.sampling import SamplingState
+from dflash.models.decoder import Decoder
 from dflash.models.drafter import Drafter
 from dflash.ops.build_query import build_query
 from dflash.speculators.buffers import DraftBuffers, draft_tokens, query_attention
@@ -70,7 +72,17 @@ class DFlashSpeculator:
         head = self.drafter.lm_head
         return max_reqs * self.num_speculative_tokens * head.shape[0] * head.dtype.itemsize
 
-    def observe(self, batch: Batch, taps: torch.Tensor | None, state: RequestState) -> None:
+    def forwards(self, batch: Batch) -> list[tuple[Decoder, AttentionBatch]]:
+        rows = self.buffers.of(batch.num_reqs)
+        return [(self.drafter.decoder, query_attention(rows, batch, self.max_model_len))]
+
+    def observe(
+        self,
+        batch: Batch,
+        taps: torch.Tensor | None,
+        state: RequestState,
+        prepare: bool = True,
+    ) -> None:
         """Stores every draft layer's K/V of the batch's rows from their taps; rejected rows are skipped."""
         assert taps is not None
         self._build_rows(batch, state)
@@ -81,10 +93,14 @@ class DFlashSpeculator:
             self.context_slot_mapping[:rows],
         )
 
-    def propose(self, batch: Batch, state: RequestState, sampling: SamplingState) -> None:
+    def propose(
+        self, batch: Batch, state: RequestState, sampling: SamplingState, prepare: bool = True
+    ) -> None:
         """The mask rows' tokens, over the query block that observe has built."""
         rows, samples = self.buffers.of(batch.num_reqs), self._num_samples(batch)
         attention = query_attention(rows, batch, self.max_model_len)
+        if prepare:
+            self.drafter.decoder.prepare(attention)
         hidden = self.drafter.forward(rows.input_ids, attention)
         hidden = hidden.index_select(0, self.sample_rows[:samples])
         draft_tokens(

@@ -7,8 +7,10 @@ from typing import Protocol
 
 import torch
 
+from dflash.attention.spec import AttentionBatch
 from dflash.engine.buffers import Batch, RequestState
 from dflash.engine.sampling import SamplingState
+from dflash.models.decoder import Decoder
 from dflash.models.drafter import Drafter
 from dflash.models.target import Target
 
@@ -54,19 +56,33 @@ class Speculator(Protocol):
         """Of the logits that propose holds at once, for so many requests."""
         ...
 
-    def observe(self, batch: Batch, taps: torch.Tensor | None, state: RequestState) -> None:
+    def forwards(self, batch: Batch) -> list[tuple[Decoder, AttentionBatch]]:
+        """The decoder and the rows of every shape that observe and propose run it on."""
+        ...
+
+    def observe(
+        self,
+        batch: Batch,
+        taps: torch.Tensor | None,
+        state: RequestState,
+        prepare: bool = True,
+    ) -> None:
         """Stores the drafter's K/V of every row the target has just computed: at all positions < s' they exist then.
 
         Args:
             batch: prompt chunks, or verified blocks; num_sampled and num_rejected are known.
             taps: [>= T, n * H_target], the tapped layers' outputs; None without target_layer_ids.
+            prepare: do the host work of an eager forward; not under capture.
         """
         ...
 
-    def propose(self, batch: Batch, state: RequestState, sampling: SamplingState) -> None:
+    def propose(
+        self, batch: Batch, state: RequestState, sampling: SamplingState, prepare: bool = True
+    ) -> None:
         """Writes N draft tokens behind every bonus token (and, when sampled, their logits) to the state.
 
         Args:
             batch: the one observed last; none of its requests is in the middle of its prompt.
+            prepare: as for observe.
         """
         ...
