@@ -65,8 +65,8 @@ class Recorder:
         self._propose(batch, state, sampling, **arguments)
         scheduler = self._core.scheduler
         owners = {r.row: r.request_id for r in (*scheduler.prefilling, *scheduler.running)}
-        for row, count in zip(batch.idx_mapping.tolist(), batch.num_sampled.tolist(), strict=True):
-            if count == 0:
+        for row in batch.idx_mapping.tolist():
+            if row < 0:
                 continue
             proposal = Proposal(
                 owners[row],

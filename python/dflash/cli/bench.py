@@ -198,7 +198,9 @@ def bench(
     if not measurements:
         raise KeyboardInterrupt
     setup = {"model": model, "draft": draft, "dataset": dataset, "num_prompts": num_prompts}
-    chosen = {name: engine[name] for name in ("max_num_seqs", "enable_prefix_caching")}
+    chosen = {
+        name: engine[name] for name in ("draft_method", "max_num_seqs", "enable_prefix_caching")
+    }
     setup |= _facts(llm) | chosen | sampling | {"seed": seed}
     _report(setup, measurements, interrupted, json_path, plot_path)
     _raise_what_went_wrong(measurements, interrupted)
