@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // A work item is one tile of packed rows (query rows x heads of one K/V group) over one split of
 // its keys. Rows lie in the vector lanes: K and V elements are broadcast straight from the cache,
-// scores and output are transposed, and the softmax needs no horizontal step. Splits are cut by
-// length alone, so results do not depend on the thread count.
+// scores and output are transposed, and the softmax needs no horizontal step. Splits and blocks of keys
+// end at absolute positions, so that results do not depend on the thread count and, with num_splits,
+// neither on what stands beside a row.
 #include "kernels/paged_attention.h"
 
 #include <atomic>
@@ -182,8 +183,9 @@ DFLASH_INLINE void attend(const PagedAttentionParams& p, const Item& item, Scrat
   for (int i = kM; i < kM * (2 + p.head_dim); ++i) part[i] = 0.0f;
 
   const float scale = p.scale * (p.k_scale != nullptr ? p.k_scale[0] : 1.0f);
-  for (int first = item.keys.begin; first < item.keys.end; first += kBlockKeys) {
-    const int count = std::min(kBlockKeys, item.keys.end - first);
+  int count;
+  for (int first = item.keys.begin; first < item.keys.end; first += count) {
+    count = std::min(kBlockKeys - first % kBlockKeys, item.keys.end - first);
     load_rows<CacheT>(p, p.key_cache, p.key_strides, item, first, count, scratch.rows);
     multiply_query_key<kVectors>(scratch.query, scratch.rows, count, p.head_dim, scratch.scores);
     const bool masked = first < seen[kM - 1].begin || first + count > seen[0].end;
@@ -268,22 +270,25 @@ std::vector<Item> make_tiles(const PagedAttentionParams& p) {
   return tiles;
 }
 
-// One item a tile, or several of kSplitKeys keys when there are few tiles.
-std::vector<Item> split_tiles(const std::vector<Item>& tiles, int head_dim, int64_t* part_floats) {
+// One item a tile, or one for each kSplitKeys keys: when there are few tiles, and with num_splits,
+// which keeps a row's sums from depending on the number of tiles.
+std::vector<Item> split_tiles(const PagedAttentionParams& p, const std::vector<Item>& tiles,
+                              int64_t* part_floats) {
   std::vector<Item> items;
   *part_floats = 0;
-  const bool split = tiles.size() < kSplitBelow;
+  const bool split = p.num_splits > 0 || tiles.size() < kSplitBelow;
   for (Item item : tiles) {
-    const int num_keys = std::max(item.keys.end - item.keys.begin, 0);
-    item.num_splits = split ? std::max(ceil_div(num_keys, kSplitKeys), 1) : 1;
+    const int first_split = item.keys.begin / kSplitKeys;
+    item.num_splits =
+        split ? std::max(ceil_div(item.keys.end, kSplitKeys) - first_split, 1) : 1;
     item.part = *part_floats;
     if (item.num_splits > 1)
-      *part_floats += int64_t{item.num_splits} * num_lanes(item.num_rows) * (2 + head_dim);
+      *part_floats += int64_t{item.num_splits} * num_lanes(item.num_rows) * (2 + p.head_dim);
     const KeyRange keys = item.keys;
     for (item.split = 0; item.split < item.num_splits; ++item.split) {
       if (item.num_splits > 1) {
-        item.keys.begin = keys.begin + item.split * kSplitKeys;
-        item.keys.end = std::min(item.keys.begin + kSplitKeys, keys.end);
+        const int first = (first_split + item.split) * kSplitKeys;
+        item.keys = {std::max(first, keys.begin), std::min(first + kSplitKeys, keys.end)};
       }
       items.push_back(item);
     }
@@ -303,7 +308,7 @@ int64_t total_products(const std::vector<Item>& items, int head_dim) {
 void paged_attention(const PagedAttentionParams& p) {
   const std::vector<Item> tiles = make_tiles(p);
   int64_t part_floats = 0;
-  const std::vector<Item> items = split_tiles(tiles, p.head_dim, &part_floats);
+  const std::vector<Item> items = split_tiles(p, tiles, &part_floats);
   const std::unique_ptr<float[]> parts(new float[part_floats]);
   std::vector<std::atomic<int>> left(tiles.size());
   for (const Item& item : items) left[item.tile].store(item.num_splits, std::memory_order_relaxed);

@@ -1,74 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention of ragged query rows over a paged cache, split over keys. A CTA owns one split of one
-// tile of rows; lengths are read on the device, and a CTA without work leaves. A tile with one
-// active split writes the output, else partial results that combine_kernel merges in split order.
-// Bytes moved: visible K and V once a tile, query and output once, partials (D + 2) floats a row,
-// head and split.
+// Attention of ragged query rows over a paged cache, in one launch. The CTAs of a cluster share one
+// tile of rows and deal its keys among themselves; lengths are read on the device, and a cluster
+// without rows leaves. Bytes moved: visible K and V once a tile, query once a CTA, output once;
+// between the CTAs of a cluster (D + 2) floats a row and split.
+#include "paged_attention.h"
+
+#include <algorithm>
 #include <initializer_list>
 #include <type_traits>
 
 #include "common/attention_fp32.h"
 #include "common/attention_mma.h"
 #include "common/device.h"
-#include "paged_attention.h"
 
 namespace dflash {
 namespace {
 
 using namespace attention;
 
-// Merges the splits of rows that had several, in split order. A warp owns one row and head.
-template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    combine_kernel(const __grid_constant__ PagedAttentionParams p, int max_splits, int tile_m) {
-  __shared__ float weights[kThreads / 32][kMaxSplits];
-  // Every CTA waits, also one without work: a successor must not start before the partials' kernel
-  // is done.
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  const int lane = threadIdx.x % 32;
-  const int item = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;
-  const int head = item % p.num_heads, row = item / p.num_heads;
-  const Request request = load_request(p, blockIdx.z);
-  if (row >= request.query_len) return;
+constexpr int kMaxCtas = 8;  // of a cluster, on every device
 
-  const int ratio = p.num_heads / p.num_kv_heads;
-  const int first = (row * ratio + head % ratio) / tile_m * tile_m;
-  const int last = min(first + tile_m, request.query_len * ratio) - 1;
-  const KeyRange tile =
-      tile_keys(p.mask, request.seq_len, request.query_len, first / ratio, last / ratio);
-  const int num_splits = split_keys(tile, max_splits, kBlockN).num_splits;
-  if (num_splits <= 1) return;
-
-  const Partials in = partials(p, max_splits);
-  const int64_t t = request.begin + row;
-  float top = kNothing;
-  for (int s = lane; s < num_splits; s += 32)
-    top = fmaxf(top, in.state[partial_row(p, s, t, head)].x);
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2)
-    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
-  float l = 0.0f;
-  float* weight = weights[threadIdx.x / 32];
-  for (int s = lane; s < num_splits; s += 32) {
-    const float2 state = in.state[partial_row(p, s, t, head)];
-    weight[s] = weight_of(state.x, top);
-    l += weight[s] * state.y;
-  }
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) l += __shfl_xor_sync(0xffffffffu, l, step);
-  __syncwarp();
-
-  const float factor = output_factor(p, head, top, l);
-  T* out = static_cast<T*>(p.output) + t * p.output_strides.row + head * p.output_strides.head;
-  const int64_t step = static_cast<int64_t>(p.num_rows) * p.num_heads * p.head_dim;
-  for (int column = lane; column < p.head_dim; column += 32) {
-    const float* acc = in.acc + partial_row(p, 0, t, head) * p.head_dim + column;
-    float sum = 0.0f;
-#pragma unroll 4
-    for (int s = 0; s < num_splits; ++s) sum += weight[s] * acc[s * step];
-    out[column] = from_float<T>(factor == 0.0f ? 0.0f : sum * factor);
-  }
-}
+int64_t ceil_div64(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 bool aligned_to(int64_t bytes, const void* pointer, std::initializer_list<int64_t> byte_strides) {
   bool aligned = reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
@@ -76,69 +28,85 @@ bool aligned_to(int64_t bytes, const void* pointer, std::initializer_list<int64_
   return aligned;
 }
 
-Plan make_plan(const PagedAttentionParams& p, int tile_m) {
-  const int64_t size = p.dtype == DType::kFloat32 ? 4 : 2;
-  const int64_t kv_size = p.kv_dtype == DType::kFloat8E4M3 ? 1 : size;
+// CTAs of a cluster that fill the device, as far as there are keys for them.
+template <typename L>
+int choose_num_ctas(const PagedAttentionParams& p) {
+  const int64_t ratio = p.num_heads / p.num_kv_heads;
+  const int64_t tiles =
+      std::max<int64_t>(ceil_div64(p.num_rows * ratio, L::kM), std::min(p.num_rows, p.num_reqs)) *
+      p.num_kv_heads;
+  const int64_t slots = int64_t{ctas_per_sm(L::kWgmma)} * device_properties().num_sms;
+  // Clusters leave some slots of each group of SMs empty.
+  const auto fits = [&](int num_ctas) {
+    return num_ctas * tiles <= (num_ctas > 2 ? slots * 9 / 10 : slots);
+  };
+  const int most = std::min(kMaxCtas, kMaxSplits / L::kWarpsN);
+  int num_ctas = 1;
+  while (num_ctas < most && fits(2 * num_ctas) && num_ctas * L::kStepKeys < p.mask.max_keys) {
+    num_ctas *= 2;
+  }
+  return num_ctas;
+}
+
+template <typename L>
+Plan make_plan(const PagedAttentionParams& p) {
+  const int64_t kv_size = p.kv_dtype == DType::kFloat8E4M3 ? 1 : 2;
   const auto cache_is_aligned = [kv_size](const void* cache, const CacheStrides& s) {
     return aligned_to(16, cache, {s.block * kv_size, s.offset * kv_size, s.head * kv_size});
   };
   Plan plan;
-  plan.num_splits = num_splits(p.num_rows, p.num_reqs, p.num_heads, p.num_kv_heads, tile_m,
-                               p.max_seq_len, device_properties().num_sms);
-  plan.query_aligned =
-      aligned_to(16, p.query, {p.query_strides.row * size, p.query_strides.head * size});
+  plan.num_ctas = p.num_splits > 0 ? p.num_splits / L::kWarpsN : choose_num_ctas<L>(p);
+  for (plan.log2_ctas = 0; 1 << plan.log2_ctas < plan.num_ctas;) ++plan.log2_ctas;
+  plan.num_splits = plan.num_ctas * L::kWarpsN;
+  plan.ratio = Divisor(p.num_heads / p.num_kv_heads);
+  plan.page = Divisor(p.kv_block_size);
+  plan.query_aligned = aligned_to(16, p.query, {p.query_strides.row * 2, p.query_strides.head * 2});
   plan.cache_aligned = cache_is_aligned(p.key_cache, p.key_strides) &&
                        cache_is_aligned(p.value_cache, p.value_strides);
   plan.output_aligned =
-      aligned_to(8, p.output, {p.output_strides.row * size, p.output_strides.head * size});
+      aligned_to(8, p.output, {p.output_strides.row * 2, p.output_strides.head * 2});
   return plan;
 }
 
-// Launched so that its start overlaps the end of the kernel before it.
-template <typename T>
-cudaError_t launch_combine(const PagedAttentionParams& p, int num_splits, int tile_m,
-                           cudaStream_t stream) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  const int64_t items = static_cast<int64_t>(p.max_query_len) * p.num_heads;
-  config.gridDim = dim3(static_cast<unsigned>(ceil_div64(items, kThreads / 32)), 1, p.num_reqs);
-  config.blockDim = dim3(kThreads);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, combine_kernel<T>, p, num_splits, tile_m);
-}
-
-template <typename T, int D, int kWarpsM>
+template <typename T, int D, int kWarpsM, bool kWgmma = false>
 cudaError_t launch_tiles(const PagedAttentionParams& p, cudaStream_t stream) {
-  using L = Tile<T, D, kWarpsM>;
-  const auto kernel = paged_attention_kernel<T, D, kWarpsM>;
-  const Plan plan = make_plan(p, L::kM);
+  using L = Tile<D, kWarpsM, kWgmma>;
+  const auto kernel = p.kv_dtype == DType::kFloat8E4M3
+                          ? paged_attention_kernel<T, D, kWarpsM, true, kWgmma>
+                          : paged_attention_kernel<T, D, kWarpsM, false, kWgmma>;
+  const Plan plan = make_plan<L>(p);
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, L::kSmemBytes);
   if (error != cudaSuccess) return error;
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  if (error != cudaSuccess) return error;
+
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim.x = plan.num_ctas;
+  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+  // The launch overlaps the end of the kernel before it; the kernel waits for its results.
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
   const int64_t packed_rows =
       static_cast<int64_t>(p.max_query_len) * (p.num_heads / p.num_kv_heads);
-  const dim3 grid(static_cast<unsigned>(ceil_div64(packed_rows, L::kM) * p.num_kv_heads),
-                  plan.num_splits, p.num_reqs);
-  kernel<<<grid, kThreads, L::kSmemBytes, stream>>>(p, plan);
-  error = cudaGetLastError();
-  if (error != cudaSuccess || plan.num_splits == 1) return error;
-  return launch_combine<T>(p, plan.num_splits, L::kM, stream);
+  const int64_t tiles = ceil_div64(packed_rows, L::kM);
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(tiles * plan.num_ctas), p.num_kv_heads, p.num_reqs);
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = L::kSmemBytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = 2;
+  return cudaLaunchKernelEx(&config, kernel, p, plan);
 }
 
 template <int D>
 cudaError_t launch_fp32(const PagedAttentionParams& p, cudaStream_t stream) {
-  constexpr int kWarps = kThreads / 32;
-  const Plan plan = make_plan(p, kWarps);
   const int64_t items = static_cast<int64_t>(p.max_query_len) * p.num_heads;
-  const dim3 grid(static_cast<unsigned>(ceil_div64(items, kWarps)), plan.num_splits, p.num_reqs);
-  paged_attention_fp32_kernel<D><<<grid, kThreads, 0, stream>>>(p, plan);
-  const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess || plan.num_splits == 1) return error;
-  return launch_combine<float>(p, plan.num_splits, 1, stream);
+  const dim3 grid(static_cast<unsigned>(items), p.num_reqs);
+  paged_attention_fp32_kernel<D><<<grid, 32 * kFp32Splits, 0, stream>>>(p);
+  return cudaGetLastError();
 }
 
 template <typename T, int D>
@@ -146,8 +114,15 @@ cudaError_t launch_head_dim(const PagedAttentionParams& p, cudaStream_t stream) 
   if constexpr (std::is_same_v<T, float>) {
     return launch_fp32<D>(p, stream);
   } else {
-    const bool small = tile_m(p.num_heads, p.num_kv_heads, p.max_query_len) == 16;
-    return small ? launch_tiles<T, D, 1>(p, stream) : launch_tiles<T, D, 4>(p, stream);
+    // A given number of splits is served by 64-row tiles alone, so that it names one order of sums.
+    const int64_t packed_rows =
+        static_cast<int64_t>(p.max_query_len) * (p.num_heads / p.num_kv_heads);
+    if (packed_rows <= 16 && p.num_splits == 0) return launch_tiles<T, D, 1>(p, stream);
+    if constexpr (D == 64 || D == 128) {
+      if (!p.portable && device_properties().major == 9)
+        return launch_tiles<T, D, 4, true>(p, stream);
+    }
+    return launch_tiles<T, D, 4>(p, stream);
   }
 }
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "common/dtype.h"
@@ -39,6 +38,8 @@ struct PagedAttentionParams {
   int num_rows, num_reqs, num_heads, num_kv_heads, head_dim;
   int num_blocks, kv_block_size;
   int max_query_len, max_seq_len;
+  int num_splits;  // of the keys; 0 = as many as fill the device
+  bool portable;   // the kernel of every architecture, also where there is a faster one
   float scale;
   KeyMask mask;
   DType dtype, kv_dtype;
@@ -46,45 +47,15 @@ struct PagedAttentionParams {
 
 namespace attention {
 
-inline constexpr int kBlockN = 64;  // keys of a tile, and what splits are multiples of
-inline constexpr int kMaxSplits = 128;
-inline constexpr int kCtasPerSm = 2;
-inline constexpr int kMaxSms =
-    160;  // more are not counted on, so that a size holds for every shipped device
+inline constexpr int kMaxSplits = 16;  // splits are powers of two
 
-// Rows of the MMA: query rows x heads of one K/V group.
-inline int tile_m(int num_heads, int num_kv_heads, int max_query_len) {
-  return static_cast<int64_t>(max_query_len) * (num_heads / num_kv_heads) <= 16 ? 16 : 64;
+inline bool splits_are_valid(int64_t num_splits) {
+  return num_splits >= 0 && num_splits <= kMaxSplits && (num_splits & (num_splits - 1)) == 0;
 }
 
-inline int64_t ceil_div64(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// Splits that fill the device; the lengths, known to the device alone, decide how many of them have
-// work.
-inline int num_splits(int64_t num_rows, int64_t num_reqs, int num_heads, int num_kv_heads,
-                      int tile_m, int64_t max_seq_len, int num_sms) {
-  const int64_t packed_rows = num_rows * (num_heads / num_kv_heads);
-  const int64_t tiles =
-      std::max(ceil_div64(packed_rows, tile_m), std::min(num_rows, num_reqs)) * num_kv_heads;
-  const int64_t by_device =
-      static_cast<int64_t>(kCtasPerSm) * std::min(num_sms, kMaxSms) / std::max<int64_t>(tiles, 1);
-  const int64_t by_keys = ceil_div64(max_seq_len, kBlockN);
-  return static_cast<int>(
-      std::max<int64_t>(std::min({by_device, by_keys, int64_t{kMaxSplits}}), 1));
-}
-
-// Bytes of the partial results: num_splits x num_rows x num_heads x (head_dim + 2) floats, bounded
-// over every batch within the limits, from num_splits * tiles <= kCtasPerSm * kMaxSms. Grows with
-// each limit.
-inline int64_t workspace_size(int64_t num_rows, int num_heads, int num_kv_heads, int head_dim,
-                              int max_query_len, int64_t max_seq_len) {
-  const int64_t most_splits = std::min<int64_t>(ceil_div64(max_seq_len, kBlockN), kMaxSplits);
-  if (most_splits <= 1) return 0;
-  const int64_t by_device =
-      static_cast<int64_t>(kCtasPerSm) * kMaxSms * tile_m(num_heads, num_kv_heads, max_query_len);
-  return std::min(most_splits * num_rows * num_heads, by_device) * (head_dim + 2) *
-         static_cast<int64_t>(sizeof(float));
-}
+// Splits meet in the shared memory of a cluster: nothing is kept between launches, and nothing lies
+// in device memory.
+inline constexpr int64_t kWorkspaceBytes = 0;
 
 }  // namespace attention
 

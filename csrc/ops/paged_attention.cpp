@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/paged_attention.h"
 
+#include <algorithm>
 #include <limits>
 
 #include "torch_utils.h"
@@ -52,14 +53,6 @@ CacheStrides cache_strides(const Tensor& cache) {
   return {cache.stride(0), cache.stride(1), cache.stride(2)};
 }
 
-void check_workspace(const Tensor& workspace, int64_t needed, const Tensor& query) {
-  check_tensor(workspace, "workspace", {-1}, ScalarType::Byte, query);
-  STD_TORCH_CHECK(workspace.size(0) >= needed, "workspace: needs ", needed, " bytes, got ",
-                  workspace.size(0), " (see paged_attention_workspace_size)");
-  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(workspace.data_ptr()) % 16 == 0,
-                  "workspace: must be 16-byte aligned");
-}
-
 }  // namespace
 
 void paged_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
@@ -67,7 +60,8 @@ void paged_attention(const Tensor& query, const Tensor& key_cache, const Tensor&
                      const Tensor& query_start_loc, int64_t max_query_len, int64_t max_seq_len,
                      double scale, bool causal, int64_t window_left, int64_t window_right,
                      const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scale,
-                     const std::optional<Tensor>& v_scale, Tensor output, Tensor workspace) {
+                     const std::optional<Tensor>& v_scale, int64_t num_splits, Tensor output,
+                     Tensor workspace) {
   check_shape(query, "query", {-1, -1, -1});
   check_floating(query, "query");
   check_last_dim_contiguous(query, "query");
@@ -90,9 +84,9 @@ void paged_attention(const Tensor& query, const Tensor& key_cache, const Tensor&
   check_head_dim(head_dim);
   STD_TORCH_CHECK(num_reqs <= 65535, "seq_lens: at most 65535 requests, got ", num_reqs);
   STD_TORCH_CHECK(key_cache.size(1) > 0, "key_cache: kv_block_size must be at least 1");
-  const int64_t needed = attention::workspace_size(num_rows, num_heads, num_kv_heads, head_dim,
-                                                   clamp_to_int(max_query_len), max_seq_len);
-  check_workspace(workspace, needed, query);
+  STD_TORCH_CHECK(attention::splits_are_valid(num_splits),
+                  "num_splits: expected 0, 1, 2, 4, 8 or 16, got ", num_splits);
+  check_tensor(workspace, "workspace", {-1}, ScalarType::Byte, query);
   if (num_rows == 0 || num_reqs == 0 || num_heads == 0 || max_query_len <= 0) return;
 
   PagedAttentionParams params{};
@@ -121,6 +115,7 @@ void paged_attention(const Tensor& query, const Tensor& key_cache, const Tensor&
   params.kv_block_size = static_cast<int>(key_cache.size(1));
   params.max_query_len = clamp_to_int(max_query_len);
   params.max_seq_len = clamp_to_int(max_seq_len);
+  params.num_splits = static_cast<int>(num_splits);
   params.scale = static_cast<float>(scale);
   const int64_t capacity = block_table.size(1) * key_cache.size(1);
   params.mask = {clamp_to_int(std::min(max_seq_len, capacity)), causal, window_bound(window_left),
@@ -140,8 +135,7 @@ int64_t paged_attention_workspace_size(int64_t num_rows, int64_t num_reqs, int64
   STD_TORCH_CHECK(num_kv_heads > 0 && num_heads % num_kv_heads == 0,
                   "num_heads: must be a multiple of num_kv_heads, got ", num_heads, " and ",
                   num_kv_heads);
-  return attention::workspace_size(num_rows, num_heads, num_kv_heads, head_dim,
-                                   clamp_to_int(max_query_len), max_seq_len);
+  return attention::kWorkspaceBytes;
 }
 #endif
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A FlashInfer for machines without GPUs: its plan and run as documented, attention from the CSR itself.
 
-What a plan holds follows the kernel: FA2 without split-KV reads lengths when it runs; with split-KV it
-sees no more keys than were planned; FA3 keeps the planned lengths.
+FA2 without split-KV reads lengths when it runs, every other plan keeps those it was made for; FA3 leaves NaN
+where there are no keys.
 """
 
 import sys
@@ -46,14 +46,14 @@ class BatchPrefillWithPagedKVCacheWrapper:
 
     def run(self, q, paged_kv_cache, *, out, enable_pdl):
         assert q.shape[0] == self.starts[-1] and enable_pdl is False
-        now = self._lengths()
-        lens = now if self.planned is None else self.planned
-        if self.planned is not None and self.backend == "fa2":
-            lens = [min(a, b) for a, b in zip(now, self.planned, strict=True)]
+        lens = self._lengths() if self.planned is None else self.planned
         indptr = self._paged_kv_indptr_buf.tolist()
         for r, length in enumerate(lens):
             rows = slice(self.starts[r], self.starts[r + 1])
-            out[rows] = self._attend(q[rows], paged_kv_cache, indptr[r], length)
+            if length == 0 and self.backend == "fa3":
+                out[rows] = float("nan")
+            else:
+                out[rows] = self._attend(q[rows], paged_kv_cache, indptr[r], length)
         return out
 
     def _attend(self, q, caches, first_page, length):

@@ -23,6 +23,8 @@ struct AttentionShape {
   bool causal = true;
   int window_left = -1, window_right = -1;
   bool has_sinks = false;
+  int num_splits = 0;
+  bool portable = false;
   int num_spare_rows = 3;  // past query_start_loc's end
 };
 
@@ -32,7 +34,7 @@ struct AttentionBatch {
   std::vector<T> query, output;
   std::vector<CacheT> key_cache, value_cache;
   Int32s block_table, seq_lens, query_start_loc;
-  std::vector<float> sinks, k_scale, v_scale, workspace;
+  std::vector<float> sinks, k_scale, v_scale;
   int max_blocks = 0, max_query_len = 0, max_seq_len = 0;
 
   static AttentionBatch random(const AttentionShape& shape);
@@ -49,6 +51,9 @@ struct AttentionBatch {
     return int64_t{page} * shape.kv_block_size + key % shape.kv_block_size;
   }
   std::vector<double> expected_row(int r, int row, int head) const;
+
+  // Row `row` of request r as a call of its own: what follows it in the request is cut off.
+  AttentionBatch alone(int r, int row) const;
 };
 
 template <typename T>
@@ -94,9 +99,6 @@ AttentionBatch<T, CacheT> AttentionBatch<T, CacheT>::random(const AttentionShape
   for (float& x : b.sinks) x = value();
   b.k_scale = {std::is_same_v<CacheT, Float8E4M3> ? 0.5f : 1.0f};
   b.v_scale = {std::is_same_v<CacheT, Float8E4M3> ? 3.0f : 1.0f};
-  const int64_t bytes = attention::workspace_size(b.num_rows(), shape.num_heads, shape.num_kv_heads,
-                                                  shape.head_dim, b.max_query_len, b.max_seq_len);
-  b.workspace.assign(bytes / 4, std::numeric_limits<float>::quiet_NaN());
   return b;
 }
 
@@ -114,7 +116,6 @@ PagedAttentionParams AttentionBatch<T, CacheT>::params(Place&& place) {
   p.k_scale = place(k_scale);
   p.v_scale = place(v_scale);
   p.output = place(output);
-  p.workspace = place(workspace);
   const int64_t d = shape.head_dim, hk = shape.num_kv_heads;
   p.query_strides = p.output_strides = {shape.num_heads * d, d};
   p.key_strides = p.value_strides = {shape.kv_block_size * hk * d, hk * d, d};
@@ -124,10 +125,12 @@ PagedAttentionParams AttentionBatch<T, CacheT>::params(Place&& place) {
   p.num_heads = shape.num_heads;
   p.num_kv_heads = shape.num_kv_heads;
   p.head_dim = shape.head_dim;
-  p.num_blocks = 1 + max_blocks * num_reqs();
+  p.num_blocks = static_cast<int>(key_cache.size() / (shape.kv_block_size * hk * d));
   p.kv_block_size = shape.kv_block_size;
   p.max_query_len = max_query_len;
   p.max_seq_len = max_seq_len;
+  p.num_splits = shape.num_splits;
+  p.portable = shape.portable;
   p.scale = 1.0f / std::sqrt(static_cast<float>(d));
   p.mask = {std::min(max_seq_len, max_blocks * shape.kv_block_size), shape.causal,
             shape.window_left, shape.window_right};
@@ -159,6 +162,23 @@ std::vector<double> AttentionBatch<T, CacheT>::expected_row(int r, int row, int 
   }
   for (double& x : sum) x = total == 0.0 ? 0.0 : x / total;
   return sum;
+}
+
+template <typename T, typename CacheT>
+AttentionBatch<T, CacheT> AttentionBatch<T, CacheT>::alone(int r, int row) const {
+  AttentionBatch b = *this;
+  const size_t row_size = size_t(shape.num_heads) * shape.head_dim;
+  const auto first = query.begin() + (query_start_loc[r] + row) * row_size;
+  b.shape.query_lens = {1};
+  b.shape.seq_lens = b.seq_lens = {seq_lens[r] - shape.query_lens[r] + row + 1};
+  b.shape.num_spare_rows = 0;
+  b.query_start_loc = {0, 1};
+  b.query.assign(first, first + row_size);
+  b.output.assign(row_size, from_float<T>(kUntouched));
+  const auto blocks = block_table.begin() + r * max_blocks;
+  b.block_table.assign(blocks, blocks + max_blocks);
+  b.max_query_len = 1;
+  return b;
 }
 
 template <typename T, typename CacheT>

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "attention_batch.h"
+#include "kernels/common/divisor.h"
 
 namespace dflash::test {
 namespace {
@@ -31,36 +32,45 @@ TEST(KeyRange, GarbageSeesNothing) {
   EXPECT_LE(keys.end, 100);
 }
 
-TEST(KeyRange, SplitsCoverEveryKeyOnce) {
-  for (int num_keys : {0, 1, 63, 64, 65, 1000, 8191}) {
-    for (int max_splits : {1, 2, 7, 128}) {
-      const KeySplits splits = split_keys({5, 5 + num_keys}, max_splits, 64);
-      EXPECT_LE(splits.num_splits, max_splits);
-      EXPECT_EQ(splits.keys_per_split % 64, 0);
-      EXPECT_GE(splits.num_splits * splits.keys_per_split, num_keys);
-      if (num_keys > 0) EXPECT_LT((splits.num_splits - 1) * splits.keys_per_split, num_keys);
+// Every step with a visible key belongs to one split, the one its absolute position names.
+TEST(KeyRange, StepsAreDealtOnce) {
+  for (const KeyRange range : {KeyRange{0, 0}, {9, 3}, {0, 1}, {0, 1000}, {31, 33}, {100, 777}}) {
+    for (int log2_splits : {0, 1, 2, 4}) {
+      const int num_splits = 1 << log2_splits;
+      std::vector<int> times(64, 0);
+      for (int split = 0; split < num_splits; ++split) {
+        const Deal deal = deal_steps(range, 32, log2_splits, split);
+        for (int i = 0; i < deal.count; ++i) {
+          const int step = deal.first + i * num_splits;
+          EXPECT_EQ(step % num_splits, split);
+          ++times[step];
+        }
+      }
+      for (int step = 0; step < 64; ++step) {
+        const bool visible = range.begin < range.end && step * 32 < range.end &&
+                             (step + 1) * 32 > range.begin;
+        EXPECT_EQ(times[step], visible ? 1 : 0) << step << " of " << num_splits;
+      }
     }
   }
 }
 
-// A size that a caller asked for with his limits serves every batch within them, on every device.
-TEST(PagedAttentionWorkspace, BoundsEveryBatch) {
-  for (int num_sms : {1, 132, 148, 160, 400}) {
-    for (int num_rows : {1, 7, 64, 500, 4096}) {
-      for (int max_query_len : {1, 4, 16, 4096}) {
-        for (int max_seq_len : {1, 64, 65, 4096, 1 << 20}) {
-          const int64_t given =
-              attention::workspace_size(num_rows, 32, 8, 128, max_query_len, max_seq_len);
-          const int tile_m = attention::tile_m(32, 8, max_query_len);
-          for (int num_reqs : {1, num_rows}) {
-            const int64_t splits =
-                attention::num_splits(num_rows, num_reqs, 32, 8, tile_m, max_seq_len, num_sms);
-            const int64_t needed = splits == 1 ? 0 : splits * num_rows * 32 * (128 + 2) * 4;
-            EXPECT_LE(needed, given) << num_sms << " " << num_rows << " " << max_query_len;
-          }
-        }
-      }
+TEST(Divisor, IsExact) {
+  for (const int d : {1, 2, 3, 5, 7, 8, 9, 16, 31, 1000, 4096, 65537, 1 << 30, 2147483647}) {
+    const Divisor divisor(d);
+    for (int n : {0, 1, 2, 7, 8, 999, 65536, d - 1, d, 1 << 30, 2147483646, 2147483647}) {
+      EXPECT_EQ(divisor.quotient(n), n / d) << n << " / " << d;
+      EXPECT_EQ(divisor.remainder(n), n % d) << n << " % " << d;
     }
+  }
+}
+
+TEST(PagedAttentionSplits, ArePowersOfTwo) {
+  for (int num_splits : {0, 1, 2, 4, 8, 16}) {
+    EXPECT_TRUE(attention::splits_are_valid(num_splits)) << num_splits;
+  }
+  for (int num_splits : {-1, 3, 12, 32}) {
+    EXPECT_FALSE(attention::splits_are_valid(num_splits)) << num_splits;
   }
 }
 

@@ -163,10 +163,15 @@ def _replayed_with_a_stale_plan(pools, name, planned, seq_len):
 
 @pytest.mark.parametrize(
     ("name", "planned", "seq_len"),
-    [("flashinfer_fa3", 3000, 700), ("flashinfer_fa3", 700, 3000), ("flashinfer_split", 700, 3000)],
+    [
+        ("flashinfer_fa3", 3000, 700),
+        ("flashinfer_fa3", 700, 3000),
+        ("flashinfer_split", 3000, 700),
+        ("flashinfer_split", 700, 3000),
+    ],
 )
 def test_a_plan_that_is_refused_is_wrong_when_replayed(pools, name, planned, seq_len):
-    """FA3 keeps the planned lengths; split-KV has no chunk for the keys past them."""
+    """FA3 keeps the planned lengths, split-KV the chunks of them: too many for less, too few for more."""
     at_home, elsewhere = _replayed_with_a_stale_plan(pools, name, planned, seq_len)
     assert at_home < TOLERANCE and elsewhere > 10 * TOLERANCE
     support = choose_backend(_spec(), name).support

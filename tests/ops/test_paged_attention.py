@@ -51,7 +51,8 @@ class Batch:
         return paged_attention(*self.args(), **{**self.options, **more})
 
     def expected(self):
-        return paged_attention_reference(*self.args(), **self.options)
+        options = {k: v for k, v in self.options.items() if k != "num_splits"}
+        return paged_attention_reference(*self.args(), **options)
 
     def check(self, tolerance=None):
         output, check_guards = guarded(self.query.shape, self.query.dtype, self.query.device)
@@ -314,23 +315,61 @@ def test_paged_attention_does_not_depend_on_the_thread_count():
     assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
 
 
-def test_paged_attention_workspace_size_grows_with_each_limit():
-    def size(rows=64, reqs=4, max_query_len=16, max_seq_len=4096):
-        return paged_attention_workspace_size(rows, reqs, 32, 8, 128, max_query_len, max_seq_len)
+def test_paged_attention_needs_no_workspace():
+    assert paged_attention_workspace_size(1 << 20, 4096, 32, 8, 128, 1 << 20, 1 << 20) == 0
 
-    assert size(max_seq_len=64) == 0
-    assert 0 < size(rows=1) < size(rows=16) <= size()
-    assert size(max_query_len=1) <= size()
-    assert size(max_seq_len=128) < size() <= 2 * 160 * 64 * 130 * 4
-    assert size(rows=1 << 30, max_seq_len=1 << 30) == 2 * 160 * 64 * 130 * 4
+
+def row_alone(batch, r, row):
+    """Row `row` of request r as a call of its own; what follows it in the request is cut off."""
+    first = int(batch.query_start_loc[r])
+    query_len = int(batch.query_start_loc[r + 1]) - first
+    return Batch(
+        batch.query[first + row : first + row + 1],
+        batch.key_cache,
+        batch.value_cache,
+        batch.block_table[r : r + 1],
+        batch.seq_lens[r : r + 1] - query_len + row + 1,
+        torch.tensor([0, 1], dtype=torch.int32, device=batch.query.device),
+        1,
+        batch.max_seq_len,
+        batch.scale,
+        options=batch.options,
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_splits", [1, 4, 16])
+@pytest.mark.parametrize("window_left", [-1, 70])
+def test_paged_attention_rows_do_not_depend_on_the_batch(device, dtype, num_splits, window_left):
+    lens = [(16, 700), (1, 333), (45, 45), (8, 72)]
+    options = {"num_splits": num_splits, "window_left": window_left}
+    batch = make_batch(lens, dtype, device, heads=(8, 2), head_dim=128, **options)
+    together = batch.run()
+    batch.check()
+    for r, (query_len, _) in enumerate(lens):
+        for row in {0, query_len // 2, query_len - 1}:
+            alone = row_alone(batch, r, row).run()
+            at = int(batch.query_start_loc[r]) + row
+            assert torch.equal(alone[0], together[at]), f"request {r}, row {row}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_splits", [1, 2, 4, 8, 16])
+def test_paged_attention_any_number_of_splits(device, num_splits):
+    for lens in ([(3, 700), (1, 31), (4, 0)], [(40, 40), (17, 1000)]):
+        for kv_dtype in (torch.bfloat16, torch.float8_e4m3fn):
+            batch = make_batch(lens, torch.bfloat16, device, kv_dtype=kv_dtype)
+            assert_close(batch.run(num_splits=num_splits), batch.expected())
 
 
 def test_paged_attention_refuses_bad_input():
     batch = make_batch([(2, 300)])
-    with pytest.raises(RuntimeError, match=r"workspace: needs \d+ bytes, got 16"):
-        batch.run(workspace=torch.empty(16, dtype=torch.uint8))
-    with pytest.raises(RuntimeError, match="workspace: must be 16-byte aligned"):
-        batch.run(workspace=torch.empty(1 << 20, dtype=torch.uint8)[1:])
+    with pytest.raises(RuntimeError, match="workspace: expected uint8, got float32"):
+        batch.run(workspace=torch.empty(16))
+    for num_splits in (-1, 3, 32):
+        with pytest.raises(RuntimeError, match=f"num_splits: expected .* 16, got {num_splits}"):
+            batch.run(num_splits=num_splits)
     with pytest.raises(
         RuntimeError, match=r"output: expected shape \[2, 4, 64\], got \[2, 4, 32\]"
     ):
@@ -355,8 +394,8 @@ def test_paged_attention_refuses_bad_input():
 
 def test_paged_attention_opcheck():
     batch = make_batch([(2, 30)])
-    args = (*batch.args(), -1, -1, None, None, None, torch.empty_like(batch.query))
-    workspace = torch.empty(1 << 16, dtype=torch.uint8)
+    args = (*batch.args(), -1, -1, None, None, None, 0, torch.empty_like(batch.query))
+    workspace = torch.empty(0, dtype=torch.uint8)
     torch.library.opcheck(torch.ops.dflash.paged_attention.default, (*args, workspace))
 
 
@@ -372,17 +411,14 @@ def test_paged_attention_refuses_other_head_dims_on_cuda():
 def test_paged_attention_splits_are_bitwise_repeatable(dtype, query_len):
     lens = [(query_len, 3000), (query_len, 77), (query_len, 0)]
     batch = make_batch(lens, dtype, "cuda", heads=(8, 2), head_dim=128)
-    workspace = torch.empty(
-        paged_attention_workspace_size(3 * query_len, 3, 8, 2, 128, query_len, 3000),
-        dtype=torch.uint8,
-        device="cuda",
-    )
-    workspace.fill_(255)
-    first = batch.run(workspace=workspace).clone()
+    workspace = torch.full((1 << 20,), 255, dtype=torch.uint8, device="cuda")
+    first = batch.run(workspace=workspace)
     assert_close(first, batch.expected())
-    for i in range(100):
-        workspace.fill_(255 if i % 2 else i)
-        assert torch.equal(batch.run(workspace=workspace), first), f"repeat {i} differs"
+    output = torch.empty_like(first)
+    for i in range(1000):
+        output.fill_(NAN if i % 2 else i)
+        assert torch.equal(batch.run(output=output, workspace=workspace), first), f"repeat {i}"
+    assert (workspace == 255).all(), "no state is kept between launches"
 
 
 @pytest.mark.gpu
@@ -398,13 +434,11 @@ def test_paged_attention_long_context(dtype):
 def test_paged_attention_graph_replays_at_other_lengths(dtype):
     captured = make_batch([(16, 2000), (16, 2000)], dtype, "cuda", heads=(8, 2), head_dim=128)
     output = torch.zeros_like(captured.query)
-    size = paged_attention_workspace_size(32, 2, 8, 2, 128, 16, 2000)
-    workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
-    captured.run(output=output, workspace=workspace)
+    captured.run(output=output)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured.run(output=output, workspace=workspace)
+        captured.run(output=output)
     for i, lens in enumerate([[(16, 16), (16, 1999)], [(16, 700), (3, 0)], [(1, 65), (16, 128)]]):
         # Built at the captured length, so that tables and caches have the captured shapes.
         lens_of_cache = [(query_len, 2000) for query_len, _ in lens]
@@ -415,6 +449,5 @@ def test_paged_attention_graph_replays_at_other_lengths(dtype):
             getattr(captured, name)[: source.shape[0]].copy_(source)
         captured.query_start_loc.copy_(other.query_start_loc)
         output.zero_()
-        workspace.fill_(255)
         graph.replay()
         assert_close(output, captured.expected())

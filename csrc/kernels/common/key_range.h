@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which keys a query row sees, as an interval, and how an interval is cut into splits. One
-// arithmetic for the kernels (which compute it from device lengths, so that a graph replays at any
-// length) and the CPU twin.
+// Which keys a query row sees, as an interval, and how keys are dealt to splits. One arithmetic for
+// the kernels (which compute it from device lengths, so that a graph replays at any length) and the
+// CPU twin.
 #pragma once
 
 #include <cstdint>
@@ -46,17 +46,19 @@ DFLASH_HOST_DEVICE KeyRange tile_keys(const KeyMask& mask, int seq_len, int quer
 
 DFLASH_HOST_DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// A range cut into at most max_splits pieces of keys_per_split (a multiple of granule) keys.
-struct KeySplits {
-  int keys_per_split;
-  int num_splits;  // 0 for an empty range
+// Keys are dealt in steps: step u, keys [u * step_keys, (u + 1) * step_keys), belongs to split
+// u % 2^log2_splits. Absolute positions alone decide, so that a row adds up its keys in the same
+// order in whatever batch, block or tile it stands.
+struct Deal {
+  int first;  // step; the next is 2^log2_splits further
+  int count;
 };
 
-DFLASH_HOST_DEVICE KeySplits split_keys(KeyRange range, int max_splits, int granule) {
-  if (range.end <= range.begin) return {granule, 0};
-  const int num_keys = range.end - range.begin;
-  const int keys_per_split = ceil_div(ceil_div(num_keys, max_splits), granule) * granule;
-  return {keys_per_split, ceil_div(num_keys, keys_per_split)};
+DFLASH_HOST_DEVICE Deal deal_steps(KeyRange range, int step_keys, int log2_splits, int split) {
+  if (range.end <= range.begin) return {split, 0};
+  const int begin = range.begin / step_keys, last = (range.end - 1) / step_keys;
+  const int first = begin + ((split - begin) & ((1 << log2_splits) - 1));
+  return {first, first > last ? 0 : ((last - first) >> log2_splits) + 1};
 }
 
 }  // namespace dflash

@@ -177,12 +177,16 @@ class _PlannedFlashInfer(AttentionBackend):
         )
         self._planned: _Wrapper | None = None
         self._planned_for: AttentionBatch | None = None
+        self._planned_csr: PagedCsr | None = None
+        self._dead_rows: torch.Tensor | None = None  # bool [T, 1, 1]
 
     def prepare(self, batch: AttentionBatch) -> None:
         if self._planned is None:
             self._planned = _Wrapper(self.spec, self._workspace, self.kernel)
         size, (reqs, blocks) = self.spec.kv_block_size, batch.block_table.shape
-        csr = PagedCsr(reqs, blocks, size, batch.block_table.device)
+        csr = self._planned_csr
+        if csr is None or not csr.fits(reqs, blocks):
+            csr = self._planned_csr = PagedCsr(reqs, blocks, size, self.device)
         csr.build(batch)
         lengths = torch.cat((batch.query_start_loc, batch.seq_lens)).cpu()
         starts, seq_lens = lengths[: reqs + 1], lengths[reqs + 1 :].clamp(max=blocks * size)
@@ -192,6 +196,8 @@ class _PlannedFlashInfer(AttentionBackend):
         last_page_len = seq_lens - (pages - 1) * size
         self._planned.plan(starts, indptr, csr.indices[: int(indptr[-1])], last_page_len)
         self._planned_for = batch
+        dead = torch.repeat_interleave(seq_lens == 0, starts.diff())
+        self._dead_rows = dead.to(self.device)[:, None, None] if dead.any() else None
 
     def forward(
         self,
@@ -202,7 +208,9 @@ class _PlannedFlashInfer(AttentionBackend):
     ) -> torch.Tensor:
         if self._planned is None or self._planned_for is not batch:
             raise RuntimeError("flashinfer: prepare(batch) comes before the forward of that batch")
-        return self._planned.run(query, cache)
+        output = self._planned.run(query, cache)
+        # NOTE: FA3 leaves NaN in the rows of a request without keys.
+        return output if self._dead_rows is None else output.masked_fill_(self._dead_rows, 0.0)
 
 
 class SplitFlashInfer(_PlannedFlashInfer):
@@ -228,7 +236,6 @@ class FlashInfer(_PlannedFlashInfer):
         self._first_cache: LayerCache | None = None
 
     def init_capture(self, limits: CaptureLimits) -> None:
-        self._fixed.clear()
         size = self.spec.kv_block_size
         self._csr = PagedCsr(limits.max_reqs, limits.max_blocks_per_req, size, self.device)
         self._limits = limits

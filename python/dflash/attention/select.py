@@ -33,7 +33,7 @@ BACKENDS = (
         flashinfer.missing, is_automatic=False,
     ),
 )  # fmt: skip
-"""In order of preference. Native is first: it serves every spec and measured fastest (docs/performance.md)."""
+"""In order of preference: native serves every spec with nothing to plan; docs/performance.md has all their times."""
 
 
 @dataclass(frozen=True)

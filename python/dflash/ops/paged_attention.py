@@ -20,6 +20,7 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    num_splits: int = 0,
     output: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -51,9 +52,11 @@ def paged_attention(
         sinks: [Hq] float32, one logit a head that joins the softmax and carries no value.
         k_scale: [1] float32, what a stored K is multiplied by; 1 when absent.
         v_scale: [1] float32, the same for V.
+        num_splits: pieces that a row's keys are dealt to. 0 = as many as fill the device. 1, 2, 4, 8
+            or 16 = this many: the bits of a row then depend on its own query and visible keys alone,
+            neither on later rows of its request nor on the batch. On a CPU all of these do so.
         output: [T, Hq, D], the query's dtype; allocated when absent.
-        workspace: [>= paged_attention_workspace_size(...)] uint8, 16-byte aligned, any content;
-            allocated when absent.
+        workspace: [>= paged_attention_workspace_size(...)] uint8; may be empty, and absent.
 
     Returns:
         output.
@@ -65,16 +68,7 @@ def paged_attention(
     if output is None:
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if workspace is None:
-        size = paged_attention_workspace_size(
-            query.shape[0],
-            seq_lens.shape[0],
-            query.shape[1],
-            key_cache.shape[2],
-            query.shape[2],
-            max_query_len,
-            max_seq_len,
-        )
-        workspace = torch.empty(size, dtype=torch.uint8, device=query.device)
+        workspace = torch.empty(0, dtype=torch.uint8, device=query.device)
     torch.ops.dflash.paged_attention(
         query,
         key_cache,
@@ -91,6 +85,7 @@ def paged_attention(
         sinks,
         k_scale,
         v_scale,
+        num_splits,
         output,
         workspace,
     )
@@ -108,8 +103,8 @@ def paged_attention_workspace_size(
 ) -> int:
     """Bytes of workspace that paged_attention needs for any batch within these limits.
 
-    Grows with each limit, and is the same on every device; at most 2 * 160 * 64 * (head_dim + 2)
-    floats: a device is never cut into more pieces than it can run at once.
+    0: the splits of a row meet in the shared memory of a cluster of CTAs, nothing is kept in device
+    memory between them, and no counter or buffer needs a defined start.
     """
     return torch.ops.dflash.paged_attention_workspace_size(
         num_rows, num_reqs, num_heads, num_kv_heads, head_dim, max_query_len, max_seq_len

@@ -1,0 +1,260 @@
+// SPDX-License-Identifier: Apache-2.0
+// A tile of rows shared by the CTAs of a cluster: its place in shared memory, a CTA's part of the
+// work, and how the splits' results (m, l, acc) are merged. A CTA merges its share of the rows and
+// reads the other splits from their CTAs' shared memory, in split order.
+#pragma once
+
+#include <cooperative_groups.h>
+
+#include "attention_wgmma.h"
+#include "divisor.h"
+
+namespace dflash::attention {
+
+constexpr int kThreads = 128;
+constexpr int kWarps = kThreads / 32;
+
+constexpr int ctas_per_sm(bool wgmma) { return wgmma ? 3 : 2; }
+
+// What the host decides for a launch.
+struct Plan {
+  int num_ctas, log2_ctas;  // of a cluster
+  int num_splits;
+  Divisor ratio;  // heads of a K/V group
+  Divisor page;
+  bool query_aligned, cache_aligned, output_aligned;
+};
+
+template <int D, int kWarpsM, bool kWithWgmma>
+struct Tile {
+  static constexpr bool kWgmma = kWithWgmma;
+  static constexpr int kM = 16 * kWarpsM;
+  static constexpr int kWarpsN = kWarps / kWarpsM;  // splits of a CTA
+  static constexpr int kWarpKeys = kWarpsM > 1 && D <= 128 ? 64 : (D > 128 ? 16 : 32);
+  static constexpr int kStepKeys = kWarpKeys * kWarpsN;
+  static constexpr int kStages = kWarpsM > 1 && D > 128 ? 4 : 2;
+  // 16 bytes of padding: ldmatrix without bank conflicts.
+  static constexpr int kPitch = D + 8;
+  static constexpr int kMatrixBytes = kStepKeys * (kWgmma ? D : kPitch) * 2;
+  static constexpr int kStageBytes = 2 * kMatrixBytes;  // K, V
+  static constexpr bool kStagesQuery = D > 128;  // else the query goes from memory to registers
+  static constexpr int kStagesAt = kStagesQuery ? (kM * kPitch * 2 + 1023) / 1024 * 1024 : 0;
+  static constexpr int kSlotsAt = kStagesAt + kStages * kStageBytes;
+  static constexpr int kNumSlots = kStages * kStepKeys;
+  static constexpr int kSlotsPerThread = (kNumSlots + kThreads - 1) / kThreads;
+  static constexpr int kSmemBytes = kSlotsAt + kNumSlots * static_cast<int>(sizeof(SlotOffset));
+  // The results lie over the stages and the slots.
+  static constexpr int kAccPitch = D + 8;  // floats; stores without bank conflicts
+  static constexpr int kNumStates = kM * kWarpsN;
+  static constexpr int kStateAt = kSlotsAt;
+  static_assert(kStagesAt + kNumStates * kAccPitch * 4 <= kSlotsAt);
+  static_assert(kStateAt + kNumStates * 8 <= kSmemBytes);
+  // fp8 rows arrive behind the first stage, as raw bytes, and are converted into it.
+  static_assert(kStages * 2 * kStepKeys * D <= (kStages - 1) * kStageBytes);
+  static_assert(!kWgmma || kStepKeys == kWgmmaKeys);
+
+  // Where a byte of a step's K or V matrix lies in its stage.
+  __device__ __forceinline__ static uint32_t place(int row, int column) {
+    return kWgmma ? swizzled(row, column) : row * kPitch * 2 + column;
+  }
+};
+
+// One CTA's view of its work; everything is uniform over the CTA, and all but deal over the cluster.
+struct Work {
+  Request request;
+  int kv_head;
+  int first_row;  // packed
+  int num_rows;   // packed, of the request
+  KeyRange keys;  // of the tile
+  Deal deal;      // steps of this CTA
+};
+
+template <typename L>
+__device__ __forceinline__ Work find_work(const PagedAttentionParams& p, const Plan& plan,
+                                          int rank) {
+  Work w;
+  w.request = load_request(p, blockIdx.z);
+  w.kv_head = blockIdx.y;
+  // Late tiles first: with a causal mask they see the most keys.
+  w.first_row = static_cast<int>((gridDim.x - 1 - blockIdx.x) >> plan.log2_ctas) * L::kM;
+  w.num_rows = w.request.query_len * static_cast<int>(plan.ratio.divisor);
+  const int last_row = min(w.first_row + L::kM, w.num_rows) - 1;
+  w.keys = tile_keys(p.mask, w.request.seq_len, w.request.query_len,
+                     plan.ratio.quotient(w.first_row), plan.ratio.quotient(max(last_row, 0)));
+  w.deal = deal_steps(w.keys, L::kStepKeys, plan.log2_ctas, rank);
+  return w;
+}
+
+template <typename L>
+__device__ __forceinline__ float* accumulators(uint8_t* smem, int warp_n, int m) {
+  return reinterpret_cast<float*>(smem + L::kStagesAt) + (warp_n * L::kM + m) * L::kAccPitch;
+}
+
+template <typename L>
+__device__ __forceinline__ float2* state_of(uint8_t* smem, int warp_n, int m) {
+  return reinterpret_cast<float2*>(smem + L::kStateAt) + warp_n * L::kM + m;
+}
+
+// A warp's softmax state and, if there were keys, accumulators into shared memory.
+template <typename L, int D>
+__device__ __forceinline__ void put_results(uint8_t* smem, int warp_n, int warp_row,
+                                            const RowState (&rows)[2],
+                                            const float (&acc)[D / 8][4], bool saw_keys) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int m = warp_row + lane / 4 + 8 * half;
+    float l = rows[half].l;
+    l += __shfl_xor_sync(0xffffffffu, l, 1);
+    l += __shfl_xor_sync(0xffffffffu, l, 2);
+    if (lane % 4 == 0) *state_of<L>(smem, warp_n, m) = make_float2(rows[half].m, l);
+    if (!saw_keys) continue;
+    float* to = accumulators<L>(smem, warp_n, m) + lane % 4 * 2;
+#pragma unroll
+    for (int d = 0; d < D / 8; ++d) {
+      *reinterpret_cast<float2*>(to + d * 8) = make_float2(acc[d][2 * half], acc[d][2 * half + 1]);
+    }
+  }
+}
+
+// p as it lies in the shared memory of the CTA that holds `split`.
+template <typename L, typename T>
+__device__ __forceinline__ T* in_split(const Plan& plan, T* p, int split) {
+  if (plan.num_ctas == 1) return p;
+  return cooperative_groups::this_cluster().map_shared_rank(p, split / L::kWarpsN);
+}
+
+template <typename T>
+__device__ __forceinline__ T* output_row(const PagedAttentionParams& p, const Plan& plan,
+                                         const Work& w, int packed) {
+  const int row = plan.ratio.quotient(packed);
+  const int64_t head = w.kv_head * static_cast<int64_t>(plan.ratio.divisor) + packed -
+                       row * static_cast<int>(plan.ratio.divisor);
+  return static_cast<T*>(p.output) + (w.request.begin + row) * p.output_strides.row +
+         head * p.output_strides.head;
+}
+
+__device__ __forceinline__ float factor_of(const PagedAttentionParams& p, const Plan& plan,
+                                           const Work& w, int packed, float m, float l) {
+  const int head = w.kv_head * static_cast<int>(plan.ratio.divisor) + plan.ratio.remainder(packed);
+  return output_factor(p, head, m, l);
+}
+
+template <int kN, typename T>
+__device__ __forceinline__ void store_columns(T* out, const float (&sum)[kN], float factor,
+                                              bool aligned) {
+  Vec<T, kN> rounded;
+#pragma unroll
+  for (int j = 0; j < kN; ++j)
+    rounded.x[j] = from_float<T>(factor == 0.0f ? 0.0f : sum[j] * factor);
+  if (aligned) return store_vec<kN>(out, rounded);
+#pragma unroll
+  for (int j = 0; j < kN; ++j) out[j] = rounded.x[j];
+}
+
+// One split: straight from a warp's registers.
+template <typename T, int D>
+__device__ __forceinline__ void store_results(const PagedAttentionParams& p, const Plan& plan,
+                                              const Work& w, int warp_row,
+                                              const RowState (&rows)[2],
+                                              const float (&acc)[D / 8][4]) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float l = rows[half].l;
+    l += __shfl_xor_sync(0xffffffffu, l, 1);
+    l += __shfl_xor_sync(0xffffffffu, l, 2);
+    const int packed = w.first_row + warp_row + lane / 4 + 8 * half;
+    if (packed >= w.num_rows) continue;
+    const float factor = factor_of(p, plan, w, packed, rows[half].m, l);
+    T* out = output_row<T>(p, plan, w, packed) + lane % 4 * 2;
+#pragma unroll
+    for (int d = 0; d < D / 8; ++d) {
+      const float pair[2] = {acc[d][2 * half], acc[d][2 * half + 1]};
+      store_columns<2>(out + d * 8, pair, factor, plan.output_aligned);
+    }
+  }
+}
+
+// Four columns of a row, summed over the splits in order. All are read before the weights, which
+// kLanes neighbouring lanes hold between them, are needed; those of weight 0 hold nothing.
+template <typename L, int kLanes>
+__device__ __forceinline__ void sum_splits(const Plan& plan, uint8_t* smem, int m, int column,
+                                           float weight, float (&sum)[4]) {
+  constexpr int kBatch = 8;  // loads in flight
+#pragma unroll
+  for (int j = 0; j < 4; ++j) sum[j] = 0.0f;
+  for (int base = 0; base < plan.num_splits; base += kBatch) {
+    Vec<float, 4> part[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int split = min(base + j, plan.num_splits - 1);
+      part[j] = load_vec<4>(
+          in_split<L>(plan, accumulators<L>(smem, split % L::kWarpsN, m) + column, split));
+    }
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const float share = __shfl_sync(0xffffffffu, weight, base + j, kLanes);
+      if (base + j >= plan.num_splits || share == 0.0f) continue;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[i] += share * part[j].x[i];
+    }
+  }
+}
+
+// The CTA's share of the tile's rows, kLanes lanes a row: merged and written.
+template <typename T, int D, typename L>
+__device__ __forceinline__ void merge_rows(const PagedAttentionParams& p, const Plan& plan,
+                                           const Work& w, uint8_t* smem, int rank) {
+  constexpr int kLanes = D == 64 ? 16 : 32;
+  static_assert(kLanes >= kMaxSplits);
+  const int lane = threadIdx.x % kLanes, share = L::kM >> plan.log2_ctas;
+  const int split = min(lane, plan.num_splits - 1);
+  for (int r = threadIdx.x / 32 * (32 / kLanes); r < share; r += kThreads / kLanes) {
+    const int m = rank * share + r + threadIdx.x % 32 / kLanes, packed = w.first_row + m;
+    if (w.first_row + rank * share + r >= w.num_rows) break;
+    float2 state = *in_split<L>(plan, state_of<L>(smem, split % L::kWarpsN, m), split);
+    if (lane >= plan.num_splits) state = make_float2(kNothing, 0.0f);
+    float top = state.x;
+#pragma unroll
+    for (int step = kLanes / 2; step > 0; step /= 2)
+      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
+    const float weight = weight_of(state.x, top);
+    float l = weight * state.y;
+#pragma unroll
+    for (int step = kLanes / 2; step > 0; step /= 2) l += __shfl_xor_sync(0xffffffffu, l, step);
+    const float factor = factor_of(p, plan, w, packed, top, l);
+#pragma unroll
+    for (int first = 0; first < D; first += kLanes * 4) {
+      const int column = first + lane * 4;
+      float sum[4];
+      sum_splits<L, kLanes>(plan, smem, m, min(column, D - 4), weight, sum);
+      if (column < D && packed < w.num_rows) {
+        store_columns<4>(output_row<T>(p, plan, w, packed) + column, sum, factor,
+                         plan.output_aligned);
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Shares the splits' results and merges them.
+template <typename T, int D, typename L>
+__device__ __forceinline__ void merge_splits(const PagedAttentionParams& p, const Plan& plan,
+                                             const Work& w, uint8_t* smem, int rank) {
+  if (plan.num_ctas == 1) {
+    __syncthreads();
+    return merge_rows<T, D, L>(p, plan, w, smem, rank);
+  }
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  cluster_wait();
+  merge_rows<T, D, L>(p, plan, w, smem, rank);
+  // No CTA may leave while another reads its shared memory; all that was read has been used.
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  cluster_wait();
+}
+
+}  // namespace dflash::attention
