@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // A work item is one tile of packed rows (query rows x heads of one K/V group) over one split of
 // its keys. Rows lie in the vector lanes: K and V elements are broadcast straight from the cache,
-// scores and output are transposed, and the softmax needs no horizontal step. Splits and blocks of keys
-// end at absolute positions, so that results do not depend on the thread count and, with num_splits,
-// neither on what stands beside a row.
+// scores and output are transposed, and the softmax needs no horizontal step. Splits and blocks of
+// keys end at absolute positions, so that results do not depend on the thread count and, with
+// num_splits, neither on what stands beside a row.
 #include "kernels/paged_attention.h"
 
 #include <atomic>

@@ -19,6 +19,7 @@ namespace {
 using namespace attention;
 
 constexpr int kMaxCtas = 8;  // of a cluster, on every device
+constexpr int kManyKeys = 16384;
 
 int64_t ceil_div64(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -28,21 +29,20 @@ bool aligned_to(int64_t bytes, const void* pointer, std::initializer_list<int64_
   return aligned;
 }
 
-// CTAs of a cluster that fill the device, as far as there are keys for them.
+// CTAs of a cluster that give each SM one CTA, as far as there are keys for them. Where keys may be
+// many, two: what a merge costs is then repaid.
 template <typename L>
 int choose_num_ctas(const PagedAttentionParams& p) {
   const int64_t ratio = p.num_heads / p.num_kv_heads;
   const int64_t tiles =
       std::max<int64_t>(ceil_div64(p.num_rows * ratio, L::kM), std::min(p.num_rows, p.num_reqs)) *
       p.num_kv_heads;
-  const int64_t slots = int64_t{ctas_per_sm(L::kWgmma)} * device_properties().num_sms;
-  // Clusters leave some slots of each group of SMs empty.
-  const auto fits = [&](int num_ctas) {
-    return num_ctas * tiles <= (num_ctas > 2 ? slots * 9 / 10 : slots);
-  };
+  const int64_t slots =
+      int64_t{L::kWgmma && p.mask.max_keys >= kManyKeys ? 2 : 1} * device_properties().num_sms;
   const int most = std::min(kMaxCtas, kMaxSplits / L::kWarpsN);
   int num_ctas = 1;
-  while (num_ctas < most && fits(2 * num_ctas) && num_ctas * L::kStepKeys < p.mask.max_keys) {
+  while (num_ctas < most && 2 * num_ctas * tiles <= slots &&
+         num_ctas * L::kStepKeys < p.mask.max_keys) {
     num_ctas *= 2;
   }
   return num_ctas;
@@ -114,14 +114,14 @@ cudaError_t launch_head_dim(const PagedAttentionParams& p, cudaStream_t stream) 
   if constexpr (std::is_same_v<T, float>) {
     return launch_fp32<D>(p, stream);
   } else {
-    // A given number of splits is served by 64-row tiles alone, so that it names one order of sums.
-    const int64_t packed_rows =
-        static_cast<int64_t>(p.max_query_len) * (p.num_heads / p.num_kv_heads);
-    if (packed_rows <= 16 && p.num_splits == 0) return launch_tiles<T, D, 1>(p, stream);
     if constexpr (D == 64 || D == 128) {
       if (!p.portable && device_properties().major == 9)
         return launch_tiles<T, D, 4, true>(p, stream);
     }
+    // A given number of splits is served by 64-row tiles alone, so that it names one order of sums.
+    const int64_t packed_rows =
+        static_cast<int64_t>(p.max_query_len) * (p.num_heads / p.num_kv_heads);
+    if (packed_rows <= 16 && p.num_splits == 0) return launch_tiles<T, D, 1>(p, stream);
     return launch_tiles<T, D, 4>(p, stream);
   }
 }

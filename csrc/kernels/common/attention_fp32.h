@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// fp32, without tensor cores: a CTA owns one row and head, a warp one split of its keys. A lane owns
-// one key of 32 for the softmax and columns lane, lane + 32, ... for the products.
+// fp32, without tensor cores: a CTA owns one row and head, a warp one split of its keys. A lane
+// owns one key of 32 for the softmax and columns lane, lane + 32, ... for the products.
 #pragma once
 
 #include "attention_tile.h"

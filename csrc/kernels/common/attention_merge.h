@@ -59,7 +59,7 @@ struct Tile {
   }
 };
 
-// One CTA's view of its work; everything is uniform over the CTA, and all but deal over the cluster.
+// One CTA's view of its work, uniform over the CTA; all but deal is uniform over the cluster.
 struct Work {
   Request request;
   int kv_head;

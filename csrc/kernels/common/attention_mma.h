@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention of one tile of packed rows (query rows x heads of one K/V group), its keys dealt to the
-// CTAs of a cluster. A CTA streams its steps of keys through a ring of stages in shared memory. In a
-// 64-row tile a warp owns 16 rows and a split is a CTA; in a 16-row tile a warp owns all rows and
-// every fourth 32 keys, and is a split itself. At the end a CTA merges its share of the rows
-// (attention_merge.h).
+// CTAs of a cluster. A CTA streams its steps of keys through a ring of stages in shared memory. In
+// a 64-row tile a warp owns 16 rows and a split is a CTA; in a 16-row tile a warp owns all rows and
+// a quarter of each step's keys, and is a split itself. At the end a CTA merges its share of the
+// rows (attention_merge.h).
 #pragma once
 
 #include "attention_merge.h"

@@ -30,8 +30,8 @@ __device__ __forceinline__ int64_t element_size(DType type) {
   return type == DType::kFloat8E4M3 ? 1 : (type == DType::kFloat32 ? 4 : 2);
 }
 
-// Byte offsets of a key's K and V row, without the head. Negative, and still a multiple of 16, for a
-// block that is not in the cache: it reads as zeros.
+// Byte offsets of a key's K and V row, without the head. Negative, and still a multiple of 16, for
+// a block that is not in the cache: it reads as zeros.
 struct alignas(16) SlotOffset {
   int64_t key, value;
 };

@@ -39,7 +39,7 @@ __device__ __forceinline__ void multiply_query_key(float (&s)[kTilesN][4],
   }
 }
 
-// Scores of keys a row does not see become -inf by selection: what lies in their slots never counts.
+// Scores of keys a row does not see become -inf by selection: what their slots hold never counts.
 template <int kTilesN>
 __device__ __forceinline__ void mask_scores(float (&s)[kTilesN][4], const RowState (&rows)[2],
                                             int first_key) {

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // sm_90a: a warpgroup's two products over 64 keys, A in registers (the same fragments as of
-// mma.sync), B in shared memory in 128-byte swizzled blocks of 64 columns. A warp owns 16 of 64 rows.
+// mma.sync), B in shared memory in 128-byte swizzled blocks of 64 columns. A warp owns 16 of 64
+// rows.
 #pragma once
+
+#include <type_traits>
 
 #include "attention_tile.h"
 
@@ -48,13 +51,17 @@ __device__ __forceinline__ void wgmma_fence() {
 }
 
 __device__ __forceinline__ void wgmma_wait_all() {
-  asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;\n" ::: "memory");
+  asm volatile(
+      "wgmma.commit_group.sync.aligned;\n"
+      "wgmma.wait_group.sync.aligned 0;\n" ::
+          : "memory");
 }
 
 #define DFLASH_F4(x) "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])
-#define DFLASH_F16(x, n) DFLASH_F4(x[n]), DFLASH_F4(x[n + 1]), DFLASH_F4(x[n + 2]), DFLASH_F4(x[n + 3])
+#define DFLASH_F16(x, n) \
+  DFLASH_F4(x[n]), DFLASH_F4(x[n + 1]), DFLASH_F4(x[n + 2]), DFLASH_F4(x[n + 3])
 
-// d = (accumulate ? d : 0) + a b; b is [64 columns, 16] with kTranspose = 0, [16, 64 columns] with 1.
+// d = (accumulate ? d : 0) + a b; b is [64 columns, 16], with kTranspose = 1 [16, 64 columns].
 #define DFLASH_WGMMA_64(type)                                                                     \
   asm volatile(                                                                                   \
       "{\n"                                                                                       \

@@ -20,7 +20,7 @@ struct Divisor {
   }
 
   DFLASH_HOST_DEVICE int quotient(int n) const {
-    return static_cast<int>((static_cast<uint64_t>(static_cast<uint32_t>(n)) * multiplier) >> shift);
+    return static_cast<int>((uint64_t{static_cast<uint32_t>(n)} * multiplier) >> shift);
   }
 
   DFLASH_HOST_DEVICE int remainder(int n) const {
