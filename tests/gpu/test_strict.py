@@ -39,7 +39,6 @@ class LogitsRecorder:
 
     def __init__(self, llm: LLM) -> None:
         self.rows: dict[tuple[int, int], set[str]] = {}
-        self._prompts: dict[int, int] = {}
         core, decode, prefill = llm.core, llm.core._runner.decode, llm.core._step.prefill
         self._core = core
 
@@ -103,9 +102,11 @@ def test_logits_are_the_same_bits(name, reference):
     recorder, tokens, llm = record(VARIANTS[name])
     rows, expected = reference
     assert tokens == expected
-    different = sum(digests != rows[key] for key, digests in recorder.rows.items() if key in rows)
     assert set(rows) <= set(recorder.rows)
-    assert different == 0
+    different = [key for key in rows if recorder.rows[key] != rows[key]]
+    assert not different, [
+        (prompt % 1000, at, len(recorder.rows[prompt, at])) for prompt, at in different
+    ]
     if name == "preemption":
         assert llm.core.scheduler.num_preemptions > 0
     if name == "prefix hits":

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -124,7 +125,7 @@ class GraphRunner:
 
     def _capture(self) -> None:
         self._say_what_stays_eager()
-        started, before = time.perf_counter(), torch.cuda.mem_get_info()[0]
+        started, before = time.perf_counter(), _free_bytes()
         largest = self.buffers.verify_batch(self.buckets[-1], Variant())
         forwards = self.step.forwards(largest)
         for decoder in {id(decoder): decoder for decoder, _ in forwards}.values():
@@ -142,7 +143,7 @@ class GraphRunner:
                     "lower gpu_memory_utilization to leave room",
                     key[0],
                 )
-        self.num_bytes = max(0, before - torch.cuda.mem_get_info()[0])
+        self.num_bytes = max(0, before - _free_bytes())
         logger.info(
             "captured %d CUDA graphs in %.1f s, %s: up to %d requests",
             len(self.captured), time.perf_counter() - started, gib(self.num_bytes),
@@ -180,6 +181,13 @@ def _limits(largest: Sequence[AttentionBatch]) -> CaptureLimits:
         max_seq_len=max(attention.max_seq_len for attention in largest),
         max_blocks_per_req=num_blocks,
     )
+
+
+def _free_bytes() -> int:
+    """What the driver has, once the allocator keeps nothing it does not need: a capture makes it let go too."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
 
 
 def _visible() -> bool:
