@@ -18,7 +18,7 @@ def test_what_backends_keep_is_workspace_and_what_is_shared_counts_once(target, 
 
     def profile(*buffers):
         device = torch.device("cpu")
-        return profile_memory(llm.args, device, *models, list(buffers), 64, 4)
+        return profile_memory(llm.args, device, step.target, step.speculator, list(buffers), 64, 4)
 
     before = profile()
     for model in models:
@@ -28,6 +28,6 @@ def test_what_backends_keep_is_workspace_and_what_is_shared_counts_once(target, 
     after = profile(step.taps, step.taps.buffer[:2], step.target.lm_head)
     assert (before.workspaces, after.workspaces) == (0, 1000 * num_backends)
     assert before.weights == after.weights > tensor_bytes(step.target.lm_head)
-    assert (before.buffers, after.buffers) == (0, tensor_bytes(step.taps.buffer))
-    used = after.workspaces + after.buffers
+    assert after.buffers - before.buffers == tensor_bytes(step.taps.buffer)
+    used = after.workspaces + after.buffers - before.buffers
     assert before.available - after.available == used

@@ -88,7 +88,8 @@ def choose_num_blocks(
         raise DflashError(
             f"one request of max_model_len needs {max_blocks + 1} cache blocks of {block_bytes / 2**20:.2f} MiB, "
             f"{gib((max_blocks + 1) * block_bytes)}; memory allows {affordable}. {profile}. Lower max_model_len, "
-            "max_num_seqs or max_num_batched_tokens, or raise gpu_memory_utilization"
+            "max_num_seqs or max_num_batched_tokens, raise gpu_memory_utilization, or leave room for this engine with "
+            "kv_cache_memory_bytes of another"
         )
     wanted = args.max_num_seqs * max_blocks
     if args.enable_prefix_caching:
