@@ -66,12 +66,13 @@ STABLE_TORCH_LIBRARY(dflash, m) {
       "int max_query_len, int max_seq_len) -> int");
 
   // Draft tokens from logits rows [R * N, >= V]: argmax where temperatures is absent or 0, else Gumbel-max with the
-  // draft stream keyed by (seed, anchor position, offset, token). Row j belongs to offset j % N + 1 and is written to
-  // draft_tokens[sample_idx_mapping[j], j % N]. NaN counts as -inf. d2t (delta) maps a reduced vocabulary.
-  // draft_logits records the scaled logits in the target vocabulary, -inf elsewhere.
+  // draft stream keyed by (seed, anchor position, offset, token). Row j belongs to offset first_column + j % N + 1 and is
+  // written to draft_tokens[sample_idx_mapping[j], j % N]: draft_tokens and draft_logits may be the columns of a block
+  // from first_column on. NaN counts as -inf. d2t (delta) maps a reduced vocabulary. draft_logits records the scaled
+  // logits in the target vocabulary, -inf elsewhere.
   m.def(
       "sample_draft(Tensor logits, Tensor sample_positions, Tensor sample_idx_mapping, Tensor? temperatures, "
-      "Tensor? seeds, int vocab_size, float logit_scale, Tensor? d2t, Tensor(a!) draft_tokens, "
+      "Tensor? seeds, int vocab_size, float logit_scale, Tensor? d2t, int first_column, Tensor(a!) draft_tokens, "
       "Tensor(b!)? draft_logits) -> ()");
 
   // What the target's logits are sampled from. Rows of request r are logits_start_loc[r]..[r + 1), row i follows

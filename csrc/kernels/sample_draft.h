@@ -25,6 +25,7 @@ struct SampleDraftParams {
   int64_t num_rows;
   int64_t num_states;
   int64_t num_drafts;
+  int64_t first_column;  // of the block: what column 0 of draft_tokens and draft_logits is there
   int64_t vocab_size;
   int64_t target_vocab_size;
   int64_t logits_stride;
@@ -52,8 +53,9 @@ DFLASH_HOST_DEVICE DraftRow draft_row(const SampleDraftParams& p, int64_t row) {
   r.greedy = is_greedy(temperature);
   if (r.greedy) return r;
   r.inv_temperature = 1.0f / temperature;
-  r.noise = block_noise(Stream::kDraft, p.seeds[r.state], p.sample_positions[row] - (r.column + 1),
-                        r.column);
+  const int offset = static_cast<int>(p.first_column) + r.column;
+  r.noise = block_noise(Stream::kDraft, p.seeds[r.state], p.sample_positions[row] - (offset + 1),
+                        offset);
   return r;
 }
 

@@ -6,6 +6,8 @@
 namespace dflash {
 namespace {
 
+constexpr int64_t kMaxColumns = 1 << 16;  // of a block; the noise has 24 bits for the offset
+
 void check_vocabulary(const Tensor& logits, const std::optional<Tensor>& d2t, int64_t vocab_size) {
   STD_TORCH_CHECK(vocab_size >= 1 && vocab_size <= logits.size(1), "vocab_size: expected 1 to ",
                   logits.size(1), " (the columns of logits), got ", vocab_size);
@@ -29,7 +31,7 @@ void check_draft_logits(const Tensor& draft_logits, const Tensor& draft_tokens, 
 void sample_draft(const Tensor& logits, const Tensor& sample_positions,
                   const Tensor& sample_idx_mapping, const std::optional<Tensor>& temperatures,
                   const std::optional<Tensor>& seeds, int64_t vocab_size, double logit_scale,
-                  const std::optional<Tensor>& d2t, Tensor draft_tokens,
+                  const std::optional<Tensor>& d2t, int64_t first_column, Tensor draft_tokens,
                   std::optional<Tensor> draft_logits) {
   check_shape(logits, "logits", {-1, -1});
   check_floating(logits, "logits");
@@ -46,6 +48,8 @@ void sample_draft(const Tensor& logits, const Tensor& sample_positions,
     STD_TORCH_CHECK(seeds.has_value(), "seeds: required with temperatures");
     check_tensor(*seeds, "seeds", {num_states}, ScalarType::Long, logits);
   }
+  STD_TORCH_CHECK(first_column >= 0 && first_column < kMaxColumns, "first_column: expected 0 to ",
+                  kMaxColumns - 1, ", got ", first_column);
   if (draft_logits.has_value())
     check_draft_logits(*draft_logits, draft_tokens, vocab_size, d2t.has_value());
   if (num_rows == 0 || draft_tokens.size(0) == 0) return;
@@ -63,6 +67,7 @@ void sample_draft(const Tensor& logits, const Tensor& sample_positions,
   params.num_rows = num_rows;
   params.num_states = num_states;
   params.num_drafts = num_drafts;
+  params.first_column = first_column;
   params.vocab_size = vocab_size;
   params.logits_stride = logits.stride(0);
   params.draft_tokens_stride = draft_tokens.stride(0);

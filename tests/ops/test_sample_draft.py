@@ -172,6 +172,30 @@ def test_a_position_drafted_again_gets_fresh_noise(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_a_block_drafted_column_by_column_is_the_block(device):
+    """Tokens and record; every call sees one column of both, and its own rows."""
+    num_states, num_drafts, columns = 5, 4, 300
+    case = to_device(device, make_case(num_states, num_drafts, columns, vocab_size=columns))
+    case["temperatures"] = case["temperatures"].clamp(min=0.5)
+    anchors = case["sample_positions"][::num_drafts].repeat_interleave(num_drafts)
+    offsets = torch.arange(num_drafts, device=device).repeat(num_states - 1) + 1
+    case["sample_positions"] = anchors + offsets
+    tokens = torch.full((2, num_states, num_drafts), -7, device=device)
+    record = torch.zeros(2, num_states, num_drafts, columns, device=device)
+    sample_draft(draft_tokens=tokens[0], draft_logits=record[0], **case)
+    rows = ("logits", "sample_positions", "sample_idx_mapping")
+    for i in range(num_drafts):
+        own = case | {name: case[name][i::num_drafts].contiguous() for name in rows}
+        sample_draft(
+            draft_tokens=tokens[1, :, i : i + 1],
+            draft_logits=record[1, :, i : i + 1],
+            first_column=i,
+            **own,
+        )
+    assert torch.equal(tokens[0], tokens[1]) and torch.equal(record[0], record[1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_the_noise_is_keyed_by_the_target_id(device):
     """A drafter of a part of the vocabulary ranks its ids as one of all of it does."""
     ids = make_d2t(64, 300) + torch.arange(64)
@@ -228,6 +252,8 @@ def test_bad_input_is_named():
         call(logits=torch.zeros(12, 80)[:, ::2])
     with pytest.raises(RuntimeError, match=r"d2t: expected shape \[37\], got \[36\]"):
         call(d2t=torch.zeros(36, dtype=torch.int64))
+    with pytest.raises(RuntimeError, match="first_column: expected 0 to 65535, got -1"):
+        call(first_column=-1)
     with pytest.raises(RuntimeError, match="draft_logits: expected at least vocab_size = 37"):
         call(draft_logits=torch.zeros(5, 3, 36))
     with pytest.raises(RuntimeError, match=r"draft_logits: expected shape \[5, 3, \*\]"):
@@ -245,11 +271,12 @@ def test_opcheck():
         37,
         1.0,
         None,
+        2,
         torch.zeros(5, 3, dtype=torch.int64),
         torch.zeros(5, 3, 37),
     )
     torch.library.opcheck(torch.ops.dflash.sample_draft.default, positional)
-    greedy = (*positional[:3], None, None, *positional[5:9], None)
+    greedy = (*positional[:3], None, None, *positional[5:10], None)
     torch.library.opcheck(torch.ops.dflash.sample_draft.default, greedy)
 
 

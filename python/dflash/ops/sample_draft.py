@@ -17,15 +17,16 @@ def sample_draft(
     vocab_size: int | None = None,
     logit_scale: float = 1.0,
     d2t: torch.Tensor | None = None,
+    first_column: int = 0,
     draft_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Draft tokens from the drafter's logits: argmax, or Gumbel-max with the draft stream.
 
     Row j drafts column i = j % N of state row s = sample_idx_mapping[j]. With
-    l = logits[j] * logit_scale and anchor = sample_positions[j] - (i + 1):
+    l = logits[j] * logit_scale, o = first_column + i + 1 and anchor = sample_positions[j] - o:
 
         temperature 0: k = first argmax of l
-        else:          k = first argmax of l / temperature + Gumbel(seed, anchor, i + 1, target id)
+        else:          k = first argmax of l / temperature + Gumbel(seed, anchor, o, target id)
         draft_tokens[s, i] = k + d2t[k]
 
     The noise is keyed by the id in the target's vocabulary. NaN counts as -inf; a row without a
@@ -41,6 +42,8 @@ def sample_draft(
         vocab_size: columns that count, padding excluded; all when absent.
         logit_scale: multiplies the logits.
         d2t: [vocab_size] int64, target id minus draft id.
+        first_column: of the block, where draft_tokens and draft_logits are views of its columns
+            from there on.
         draft_logits: [S, N, V_target] of any of the three dtypes, written at [s, i]: the scaled
             logits by target id, -inf outside the draft's vocabulary. A sampled row is drawn from
             the values as stored, so that softmax(draft_logits / temperature) is exactly the
@@ -70,6 +73,7 @@ def sample_draft(
         vocab_size,
         logit_scale,
         d2t,
+        first_column,
         draft_tokens,
         draft_logits,
     )
@@ -86,6 +90,7 @@ def _(
     vocab_size: int,
     logit_scale: float,
     d2t: torch.Tensor | None,
+    first_column: int,
     draft_tokens: torch.Tensor,
     draft_logits: torch.Tensor | None,
 ) -> None:
@@ -103,6 +108,7 @@ def sample_draft_reference(
     vocab_size: int | None = None,
     logit_scale: float = 1.0,
     d2t: torch.Tensor | None = None,
+    first_column: int = 0,
     draft_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same in plain torch, row by row; never serves."""
@@ -124,9 +130,10 @@ def sample_draft_reference(
                 row = draft_logits[s, i, target_ids].float()
         if temperature > 0:
             assert seeds is not None
-            anchor = int(sample_positions[j]) - (i + 1)
+            offset = first_column + i + 1
+            anchor = int(sample_positions[j]) - offset
             stream, seed = noise_reference.DRAFT, int(seeds[s])
-            noise = noise_reference.gumbel(stream, seed, anchor, i + 1, target_ids)
+            noise = noise_reference.gumbel(stream, seed, anchor, offset, target_ids)
             row = row.double() / temperature + noise
         draft_tokens[s, i] = target_ids[first_argmax(row)]
     return draft_tokens
