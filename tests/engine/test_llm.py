@@ -59,11 +59,11 @@ def test_a_failing_step_ends_its_batch_and_the_next_call_works(llm, answers, mon
     other = llm.stream(PROMPTS[1], greedy_params(NUM_TOKENS))
     next(other)
 
-    def fail(*_):
+    def fail(*_, **__):
         raise RuntimeError("out of luck")
 
     with monkeypatch.context() as patch:
-        patch.setattr(speculator, "sample", fail)
+        patch.setattr(speculator, "propose", fail)
         with pytest.raises(RuntimeError, match="out of luck"):
             llm.generate(PROMPTS[0], greedy_params(NUM_TOKENS))
         with pytest.raises(RuntimeError, match=r"out of luck|aborted"):

@@ -42,6 +42,13 @@ def draft(tmp_path_factory):
     )
 
 
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory):
+    """A chain of its own: every draft token is drawn behind the ones before it."""
+    chain = markov.random_chain(NUM_STATES, seed=1)
+    return markov.make_chain_target(tmp_path_factory.mktemp("small"), chain)
+
+
 def sample(llm, temperatures: list[float], max_tokens: int) -> list[list[int]]:
     """Request i starts in state i % NUM_STATES and has seed i."""
     params = [
@@ -71,6 +78,23 @@ def test_four_tokens_follow_the_chain(target, draft, method, mode):
     assert markov.p_value(runs_of_four(llm), TRANSITIONS) > MIN_P_VALUE
     accepted = llm.statistics.acceptance_by_position
     assert 0.01 < accepted[-1] < accepted[0] < 0.95  # both outcomes happen at every position
+
+
+@pytest.mark.parametrize("method", ["standard", "block"])
+def test_four_tokens_follow_the_chain_with_a_small_model(target, small_model, method):
+    llm = engine.make_llm(
+        target,
+        small_model,
+        draft_method="autoregressive",
+        num_speculative_tokens=2,
+        max_num_seqs=NUM_SEQUENCES,
+        max_model_len=NUM_TOKENS + 1,
+        rejection_sample_method=method,
+        draft_sample_method="gumbel",
+    )
+    assert markov.p_value(runs_of_four(llm), TRANSITIONS) > MIN_P_VALUE
+    accepted = llm.statistics.acceptance_by_position
+    assert 0.01 < accepted[-1] < accepted[0] < 0.95
 
 
 def test_a_wrong_chain_is_noticed(target):

@@ -218,15 +218,15 @@ def test_a_failing_step_spares_those_that_wait(target, draft, answers, monkeypat
     async def run():
         return await asyncio.gather(*(client(i) for i in range(3)), return_exceptions=True)
 
-    draft_part, calls = llm.core._step.speculator.sample, []
+    propose, calls = llm.core._step.speculator.propose, []
 
-    def fail_once(*arguments):
+    def fail_once(*arguments, **named):
         calls.append(1)
         if len(calls) == 3:
             raise RuntimeError("out of luck")
-        draft_part(*arguments)
+        propose(*arguments, **named)
 
-    monkeypatch.setattr(llm.core._step.speculator, "sample", fail_once)
+    monkeypatch.setattr(llm.core._step.speculator, "propose", fail_once)
     results = asyncio.run(run())
     failed = [r for r in results if isinstance(r, Exception)]
     assert len(failed) == 1 and isinstance(failed[0], DflashError)

@@ -15,9 +15,10 @@ from tests.support.authors import Block, Generation
 
 
 def make_llm(target, draft=None, **arguments) -> LLM:
-    """N is the drafter's longest, not what this machine finds fastest, unless given."""
+    """N is a DFlash drafter's longest, not what this machine finds fastest, unless given."""
     llm_arguments = {"dtype": "float32", "device": "cpu"} | arguments
-    if draft is not None and "num_speculative_tokens" not in arguments:
+    is_dflash = draft is not None and "draft_method" not in arguments
+    if is_dflash and "num_speculative_tokens" not in arguments:
         llm_arguments["num_speculative_tokens"] = longest_block(draft)
     return LLM(str(target), str(draft) if draft else None, **llm_arguments)
 
@@ -47,25 +48,25 @@ Oracle = Callable[[int, int, int], Sequence[int]]
 
 
 class Recorder:
-    """Wraps the sampling part of an LLM's speculator."""
+    """Wraps what an LLM's speculator proposes."""
 
     def __init__(self, llm: LLM, oracle: Oracle | None = None) -> None:
         self.proposals: list[Proposal] = []
         self._core = llm.core
         self._oracle = oracle
         self._speculator = llm.core._step.speculator
-        self._sample = self._speculator.sample
-        self._speculator.sample = self._record
+        self._propose = self._speculator.propose
+        self._speculator.propose = self._record
 
     def detach(self) -> None:
-        self._speculator.sample = self._sample
+        self._speculator.propose = self._propose
 
-    def _record(self, batch, logits, state, sampling) -> None:
-        self._sample(batch, logits, state, sampling)
+    def _record(self, batch, state, sampling, **arguments) -> None:
+        self._propose(batch, state, sampling, **arguments)
         scheduler = self._core.scheduler
         owners = {r.row: r.request_id for r in (*scheduler.prefilling, *scheduler.running)}
-        for row, count in zip(batch.idx_mapping.tolist(), batch.num_sampled.tolist(), strict=True):
-            if count == 0:
+        for row in batch.idx_mapping.tolist():
+            if row < 0:
                 continue
             proposal = Proposal(
                 owners[row],

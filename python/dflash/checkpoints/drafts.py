@@ -121,7 +121,8 @@ def _refuse_others(config: Mapping, speculators: bool) -> None:
         raise CheckpointError(f"speculators model type '{method}' is not supported; {supported}")
     if architecture in SUPPORTED_TARGETS and not speculators:
         raise CheckpointError(
-            f"{architecture} is a target, not a drafter: give it as the model; {supported}"
+            f"{architecture} is a target, not a drafter: give it as the model, or with draft_method "
+            f'"autoregressive" to draft token by token; {supported}'
         )
     known = (*SUPPORTED_DRAFTERS, "DFlashSpeculator", "") if speculators else SUPPORTED_DRAFTERS
     if architecture not in known:

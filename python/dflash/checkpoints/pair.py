@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dflash.checkpoints.weights import DraftWeights
 
 # Vocabularies of one tokenizer differ by padding to a multiple of at most this.
-_MAX_VOCAB_PADDING = 1024
+MAX_VOCAB_PADDING = 1024
 _ROWS_PER_COMPARISON = 8192
 
 
@@ -71,7 +71,7 @@ def _mismatch(target: TargetConfig, draft: DraftConfig, weights: DraftWeights) -
 
 
 def _vocabulary_mismatch(vocab: int, draft: DraftConfig, weights: DraftWeights) -> str | None:
-    if abs(draft.decoder.vocab_size - vocab) >= _MAX_VOCAB_PADDING:
+    if abs(draft.decoder.vocab_size - vocab) >= MAX_VOCAB_PADDING:
         return f"its vocabulary has {draft.decoder.vocab_size} tokens, this target's has {vocab}"
     rows = vocab if weights.embed_tokens is None else weights.embed_tokens.shape[0]
     if weights.mask_embedding is None and draft.mask_token_id >= rows:

@@ -132,5 +132,8 @@ def _refusal(architecture: str) -> str:
     if not architecture:
         return f"config.json has no 'architectures'; {supported}"
     if "DFlash" in architecture or "DSpark" in architecture:
-        return f"{architecture} is a drafter: give it as the draft, not the model; {supported}"
+        return (
+            f"{architecture} is a drafter: give it as the draft, not the model, with draft_method "
+            f'"dflash"; {supported}'
+        )
     return f"target architecture {architecture} is not supported; {supported}"

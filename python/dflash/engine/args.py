@@ -14,6 +14,9 @@ from dflash.devices import SERVED_DEVICES, cuda_is_available, is_served, why_no_
 from dflash.errors import DflashError
 from dflash.log import log_once
 
+DFLASH, AUTOREGRESSIVE = "dflash", "autoregressive"
+DRAFT_METHODS = (DFLASH, AUTOREGRESSIVE)
+
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 SMALLEST = {
@@ -34,9 +37,12 @@ class EngineArgs:
 
     Args:
         model, draft: checkpoints; see LLM.
+        draft_method: what `draft` is: "dflash", a drafter of that kind, or "autoregressive" (vLLM's "draft_model"), an
+            ordinary small model of the target's vocabulary that drafts token by token.
         dtype: "auto" (the checkpoint's on a GPU, float32 on a CPU), float32, float16 or bfloat16.
         device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N".
-        num_speculative_tokens: N; None takes draft_block_size - 1, on a CPU what a short measurement finds best.
+        num_speculative_tokens: N; None takes draft_block_size - 1, on a CPU what a short measurement finds best; 4 of
+            an autoregressive drafter.
         allow_long_drafts: permit N past draft_block_size - 1, where drafters propose poorly.
         max_model_len: prompt and output tokens of a request; None takes the target's.
         max_num_seqs: requests that run at once; others wait.
@@ -61,6 +67,7 @@ class EngineArgs:
 
     model: str
     draft: str | None = None
+    draft_method: str = DFLASH
     dtype: str = "auto"
     device: str = "auto"
     num_speculative_tokens: int | None = None
@@ -87,6 +94,7 @@ class EngineArgs:
 
     def __post_init__(self) -> None:
         self._check_choice("dtype", ("auto", *DTYPES))
+        self._check_choice("draft_method", DRAFT_METHODS)
         self._check_choice("draft_sample_method", ("greedy", "gumbel"))
         self._check_choice("rejection_sample_method", ("match", "standard", "block", "synthetic"))
         for name in ("kv_cache_dtype", "draft_kv_cache_dtype"):
@@ -102,6 +110,8 @@ class EngineArgs:
             )
         if self.num_speculative_tokens is not None and self.draft is None:
             raise ValueError("num_speculative_tokens needs a drafter: pass draft=")
+        if self.draft_method != DFLASH and self.draft is None:
+            raise ValueError(f"draft_method {self.draft_method!r} needs a drafter: pass draft=")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ValueError(
                 f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"

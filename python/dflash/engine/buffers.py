@@ -9,6 +9,7 @@ from math import gcd
 
 import torch
 
+from dflash.attention.spec import AttentionBatch
 from dflash.engine.request import PrefillChunk, Request
 from dflash.engine.staging import RequestTable, copy_to, to_device
 
@@ -148,6 +149,18 @@ class Batch:
     sampled_token_ids: torch.Tensor  # int64 [R, N + 1]
     num_sampled: torch.Tensor  # int32 [R]
     num_rejected: torch.Tensor  # int32 [R]
+
+    def attention(self, max_seq_len: int) -> AttentionBatch:
+        """What attention reads of a pass over all rows."""
+        return AttentionBatch(
+            positions=self.positions,
+            slot_mapping=self.slot_mapping,
+            block_table=self.block_table,
+            seq_lens=self.seq_lens,
+            query_start_loc=self.query_start_loc,
+            max_query_len=self.max_query_len,
+            max_seq_len=max_seq_len,
+        )
 
 
 class BatchBuffers:

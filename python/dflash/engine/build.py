@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from dflash.checkpoints.config import DecoderConfig, TargetConfig
-from dflash.checkpoints.weights import TargetWeights, check_pair, load_draft, load_target
+from dflash.checkpoints.weights import TargetWeights, load_target
 from dflash.engine.admission import Limits
 from dflash.engine.args import DTYPES, EngineArgs, cache_dtype, resolve_device
 from dflash.engine.buffers import BatchBuffers, RequestState, request_buckets, request_multiple
@@ -28,14 +28,19 @@ from dflash.engine.pacing import PrefillPacer
 from dflash.engine.sampling import SamplingState
 from dflash.engine.scheduler import Scheduler
 from dflash.engine.step import Step
-from dflash.engine.tune import best_num_speculative_tokens
 from dflash.errors import DflashError
 from dflash.log import log_once
 from dflash.models.decoder import DecoderSettings, Taps
 from dflash.models.drafter import Drafter
 from dflash.models.linear import STRICT_ROWS
 from dflash.models.target import Target
-from dflash.speculators.dflash import DFlashSpeculator
+from dflash.speculators.make import (
+    choose_num_speculative_tokens,
+    load_drafter,
+    make_drafter,
+    make_speculator,
+)
+from dflash.speculators.spec import Speculator
 
 logger = logging.getLogger("dflash")
 
@@ -73,11 +78,7 @@ def build_core(args: EngineArgs) -> Engine:
         dtype = torch.float32
     target_config, target_weights, model_dir = load_target(args.model, dtype, device)
     dtype = target_weights.embed_tokens.dtype
-    drafted = None
-    if args.draft is not None:
-        config, weights, _ = load_draft(args.draft, dtype, device, target_weights)
-        check_pair(target_config, config, weights)
-        drafted = (config, weights)
+    drafted = load_drafter(args, (target_config, target_weights, model_dir), dtype, device)
     decoders = [target_config.decoder] + ([drafted[0].decoder] if drafted else [])
     max_model_len = _max_model_len(args, decoders, dtype, device)
     settings = _target_settings(args, device, dtype, max_model_len)
@@ -90,8 +91,8 @@ def build_core(args: EngineArgs) -> Engine:
             attention_backend=args.draft_attention_backend,
             tile_rows=None,
         )
-        drafter = Drafter(*drafted, target.embed_tokens, target.lm_head, draft_settings)
-    n = _num_speculative_tokens(args, target, drafter, device)
+        drafter = make_drafter(drafted, target, draft_settings)
+    n = choose_num_speculative_tokens(args, target, drafter)
     engine = replace(
         assemble(args, target, drafter, n, settings),
         model_dir=model_dir,
@@ -170,29 +171,10 @@ def _max_model_len(
     return affordable
 
 
-def _num_speculative_tokens(
-    args: EngineArgs, target: Target, drafter: Drafter | None, device: torch.device
-) -> int:
-    if drafter is None:
-        return 0
-    longest = drafter.config.draft_block_size - 1
-    requested = args.num_speculative_tokens
-    if requested is None:
-        return best_num_speculative_tokens(target, drafter) if device.type == "cpu" else longest
-    if requested < 1:
-        raise ValueError(f"num_speculative_tokens must be >= 1, got {requested}")
-    if requested > longest and not args.allow_long_drafts:
-        raise ValueError(
-            f"num_speculative_tokens {requested} is past what this drafter was trained for "
-            f"(blocks of {longest + 1}: at most {longest}); allow_long_drafts forces it"
-        )
-    return requested
-
-
 def assemble(
     args: EngineArgs,
     target: Target,
-    drafter: Drafter | None,
+    drafter: Drafter | Target | None,
     n: int,
     settings: DecoderSettings,
 ) -> Engine:
@@ -218,14 +200,13 @@ def assemble(
     )
     sampling = SamplingState.allocate(args.max_num_seqs, vocab_size, device)
     buffers = BatchBuffers(max_reqs, max_rows, max_blocks, n, args.kv_block_size, device, tile_rows)
-    speculator, taps = _speculator(
-        args, target, drafter, n, max_rows, max_reqs, max_model_len, vocab_size
-    )
+    speculator = make_speculator(args, drafter, n, max_rows, max_reqs, max_model_len, vocab_size)
+    taps = _taps(target, speculator, max_rows)
     profile = profile_memory(
-        args, device, target, drafter, [state, sampling, buffers, speculator, taps],
+        args, device, target, speculator, [state, sampling, buffers, taps],
         max_rows, max_model_len, num_query_per_req,
     )  # fmt: skip
-    models = [target] if drafter is None else [target, drafter]
+    models = [target, *(speculator.models if speculator else ())]
     block_bytes = sum(model.decoder.cache_bytes(args.kv_block_size) for model in models)
     num_blocks = choose_num_blocks(args, device, profile, block_bytes, max_blocks)
     for model in models:
@@ -262,26 +243,13 @@ def assemble(
     return Engine(core, facts)
 
 
-def _speculator(
-    args: EngineArgs,
-    target: Target,
-    drafter: Drafter | None,
-    n: int,
-    max_rows: int,
-    max_reqs: int,
-    max_model_len: int,
-    vocab_size: int,
-) -> tuple[DFlashSpeculator | None, Taps | None]:
-    """The drafter's half of the step, and where the target leaves its features for it."""
-    if drafter is None:
-        return None, None
-    speculator = DFlashSpeculator(
-        drafter, n, max_rows, max_reqs, max_model_len, vocab_size, args.draft_sample_method
-    )
-    width = len(speculator.target_layer_ids) * target.config.decoder.hidden_size
-    embedding = target.embed_tokens
-    buffer = torch.zeros(max_rows, width, dtype=embedding.dtype, device=embedding.device)
-    return speculator, Taps(speculator.target_layer_ids, buffer)
+def _taps(target: Target, speculator: Speculator | None, max_rows: int) -> Taps | None:
+    """Where the target leaves its features for a drafter that reads them."""
+    layer_ids = speculator.target_layer_ids if speculator else ()
+    if not layer_ids:
+        return None
+    width = len(layer_ids) * target.config.decoder.hidden_size
+    return Taps(layer_ids, target.embed_tokens.new_zeros(max_rows, width))
 
 
 def _backends(model: Target | Drafter) -> str:

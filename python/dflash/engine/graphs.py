@@ -121,8 +121,9 @@ class GraphRunner:
         self._say_what_stays_eager()
         started, before = time.perf_counter(), torch.cuda.mem_get_info()[0]
         largest = self.buffers.verify_batch(self.buckets[-1], Variant())
-        for decoder, attention in self.step.forwards(largest):
-            decoder.init_capture(_limits(attention))
+        forwards = self.step.forwards(largest)
+        for decoder in {id(decoder): decoder for decoder, _ in forwards}.values():
+            decoder.init_capture(_limits([a for other, a in forwards if other is decoder]))
         pool = torch.cuda.graph_pool_handle()
         # The largest first: the smaller ones live in its memory.
         keys = [(b, processes) for b in reversed(self.buckets) for processes in (True, False)]
@@ -164,13 +165,14 @@ class GraphRunner:
         return (part for part in self.step.decode_parts if part.eager_reason is not None)
 
 
-def _limits(largest: AttentionBatch) -> CaptureLimits:
-    num_reqs, num_blocks = largest.block_table.shape
+def _limits(largest: Sequence[AttentionBatch]) -> CaptureLimits:
+    """Of one decoder, which may run batches of several shapes."""
+    num_reqs, num_blocks = largest[0].block_table.shape
     return CaptureLimits(
         max_reqs=num_reqs,
-        max_rows=largest.positions.shape[0],
-        max_query_len=largest.max_query_len,
-        max_seq_len=largest.max_seq_len,
+        max_rows=max(attention.positions.shape[0] for attention in largest),
+        max_query_len=max(attention.max_query_len for attention in largest),
+        max_seq_len=max(attention.max_seq_len for attention in largest),
         max_blocks_per_req=num_blocks,
     )
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from dflash.engine.args import EngineArgs
+from dflash.engine.args import DFLASH, EngineArgs
 from dflash.engine.build import Engine, build_core, without_draft
 from dflash.engine.generation_config import default_sampling_params
 from dflash.engine.job import Job, Prompt
@@ -32,14 +32,15 @@ Callback = Callable[[int, StreamChunk], None]
 
 
 class LLM:
-    """A target and, optionally, its DFlash drafter.
+    """A target and, optionally, its drafter.
 
     Any number of calls may be under way at once, from threads and from coroutines: their requests run in
     one batch. Whoever waits for a token runs the next step, for all of them.
 
     Args:
         model: target checkpoint: a folder of safetensors, a GGUF file, a hub id, or "demo".
-        draft: DFlash checkpoint of the same kinds; None generates without a drafter.
+        draft: DFlash checkpoint of the same kinds, or with draft_method="autoregressive" a small target; None
+            generates without a drafter.
         engine_args: see EngineArgs: dtype, device, num_speculative_tokens, max_model_len, max_num_seqs, ...
 
     Raises:
@@ -75,6 +76,7 @@ class LLM:
         args = replace(
             self.args,
             draft=None,
+            draft_method=DFLASH,
             num_speculative_tokens=None,
             rejection_sample_method="match",
             synthetic_acceptance_rates=None,

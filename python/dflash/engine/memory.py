@@ -15,6 +15,7 @@ from dflash.errors import DflashError
 from dflash.models.drafter import Drafter
 from dflash.models.target import Target
 from dflash.ops.paged_attention import paged_attention_workspace_size
+from dflash.speculators.spec import Speculator
 
 CPU_CACHE_BYTES = 4 << 30
 GRAPH_BYTES = 16 << 20
@@ -120,23 +121,23 @@ def profile_memory(
     args: EngineArgs,
     device: torch.device,
     target: Target,
-    drafter: Drafter | None,
+    speculator: Speculator | None,
     buffers: list[object],
     max_rows: int,
     max_model_len: int,
     num_query_per_req: int,
 ) -> MemoryProfile:
     """Counts everything but the caches; weights and buffers exist already."""
-    models = [target] if drafter is None else [target, drafter]
+    models = [target, *(speculator.models if speculator else ())]
     weights = tensor_bytes(*models)
-    held = tensor_bytes(*models, *buffers)
+    held = tensor_bytes(*models, speculator, *buffers)
     if device.type == "cpu":
         total, others = _physical_bytes(), 0
     else:
         free, total = torch.cuda.mem_get_info(device)
         others = max(0, total - free - held)
     q = num_query_per_req
-    logits = _logits_bytes(args.max_num_seqs, q, target, drafter)
+    logits = _logits_bytes(args.max_num_seqs, q, target, speculator)
     # A pool holds the largest graph's intermediate tensors once more; each graph has its nodes.
     graphs = logits + max(_activation_bytes(model, args.max_num_seqs * q) for model in models)
     graphs += GRAPH_BYTES * 2 * len(request_buckets(args.max_num_seqs))
@@ -152,13 +153,11 @@ def profile_memory(
     )
 
 
-def _logits_bytes(max_reqs: int, q: int, target: Target, drafter: Drafter | None) -> int:
+def _logits_bytes(max_reqs: int, q: int, target: Target, speculator: Speculator | None) -> int:
     """The head's output, its processed copy in fp32 and the log-probabilities of those who ask."""
     rows, vocab = max_reqs * q, target.lm_head.shape[0]
     size = rows * vocab * (target.lm_head.dtype.itemsize + 2 * 4)
-    if drafter is not None:
-        size += max_reqs * (q - 1) * drafter.lm_head.shape[0] * drafter.lm_head.dtype.itemsize
-    return size
+    return size if speculator is None else size + speculator.logits_bytes(max_reqs)
 
 
 def _activation_bytes(model: Target | Drafter, rows: int) -> int:

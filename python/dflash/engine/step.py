@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One iteration as an ordered list of parts: verify, accept, observe, query, draft, sample.
+"""One iteration as an ordered list of parts: verify, accept, observe, propose.
 
 A part is a function of the buffers; one that cannot be captured in a graph says why. Prefill runs the
 same parts on prompt rows.
@@ -21,7 +21,7 @@ from dflash.ops.advance import advance
 from dflash.ops.build_verify import build_verify
 from dflash.ops.process_logits import process_logits
 from dflash.ops.rejection_sample import rejection_sample
-from dflash.speculators.dflash import DFlashSpeculator
+from dflash.speculators.spec import Speculator
 
 LOGPROBS_REASON = "only batches that ask for logprobs run it"
 
@@ -37,7 +37,6 @@ class Flow:
     raw_logits: torch.Tensor | None = None
     logits: torch.Tensor | None = None  # processed
     logprobs: RawLogprobs | None = None
-    draft_logits: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class Step:
     """
 
     target: Target
-    speculator: DFlashSpeculator | None
+    speculator: Speculator | None
     state: RequestState
     sampling: SamplingState
     max_model_len: int
@@ -83,15 +82,14 @@ class Step:
             Part("accept", self.accept),
             Part("advance", self.advance),
         ]
-        observe, draft = [], []
+        observe, propose = [], []
         if self.speculator is not None:
-            observe = [Part("query", self.query), Part("observe", self.observe)]
-            reason = self.speculator.drafter.decoder.eager_reason
-            draft = [Part("draft", self.draft, reason), Part("sample", self.sample)]
+            observe = [Part("observe", self.observe, self.speculator.observe_eager_reason)]
+            propose = [Part("propose", self.propose, self.speculator.propose_eager_reason)]
         verify = Part("verify", self.verify, self.target.decoder.eager_reason)
         output = [Part("output", self.output), Part("logprobs", self.logprobs, LOGPROBS_REASON)]
-        self.decode_parts = [Part("rows", self.rows), verify, *accept, *observe, *draft, *output]
-        self.sample_parts = [verify, *accept, *observe, *draft, *output]
+        self.decode_parts = [Part("rows", self.rows), verify, *accept, *observe, *propose, *output]
+        self.sample_parts = [verify, *accept, *observe, *propose, *output]
         self.observe_parts = [verify, Part("nothing sampled", self.skip_accept), *observe]
 
     @torch.inference_mode()
@@ -123,21 +121,9 @@ class Step:
             query_start_loc=batch.query_start_loc,
         )
 
-    def attention(self, batch: Batch) -> AttentionBatch:
-        """The target's rows over its caches."""
-        return AttentionBatch(
-            positions=batch.positions,
-            slot_mapping=batch.slot_mapping,
-            block_table=batch.block_table,
-            seq_lens=batch.seq_lens,
-            query_start_loc=batch.query_start_loc,
-            max_query_len=batch.max_query_len,
-            max_seq_len=self.max_model_len,
-        )
-
     def verify(self, flow: Flow) -> None:
         """The target over the batch's rows, causally; taps go straight into their buffer."""
-        attention = self.attention(flow.batch)
+        attention = flow.batch.attention(self.max_model_len)
         if not flow.in_graph:
             self.target.decoder.prepare(attention)
         flow.hidden = self.target.forward(flow.batch.input_ids, attention, self.taps)
@@ -243,28 +229,17 @@ class Step:
             self.state.host_ring.copy_(self.state.output_ring, non_blocking=True)
 
     def forwards(self, batch: Batch) -> list[tuple[Decoder, AttentionBatch]]:
-        """Every decoder that an iteration runs, with its rows."""
-        both = [(self.target.decoder, self.attention(batch))]
-        if self.speculator is not None:
-            both.append((self.speculator.drafter.decoder, self.speculator.attention(batch)))
-        return both
-
-    @property
-    def _drafting(self) -> DFlashSpeculator:
-        """The speculator, in the parts that only run with one."""
-        assert self.speculator is not None
-        return self.speculator
-
-    def query(self, flow: Flow) -> None:
-        self._drafting.prepare(flow.batch, self.state)
+        """Every decoder that an iteration runs, with its rows; one entry for each shape of these."""
+        target = [(self.target.decoder, batch.attention(self.max_model_len))]
+        return target + (self.speculator.forwards(batch) if self.speculator else [])
 
     def observe(self, flow: Flow) -> None:
-        assert self.taps is not None
-        self._drafting.observe(flow.batch, self.taps.buffer)
+        """The drafter's K/V of every row."""
+        assert self.speculator is not None
+        taps = None if self.taps is None else self.taps.buffer
+        self.speculator.observe(flow.batch, taps, self.state, prepare=not flow.in_graph)
 
-    def draft(self, flow: Flow) -> None:
-        flow.draft_logits = self._drafting.draft(flow.batch, prepare=not flow.in_graph)
-
-    def sample(self, flow: Flow) -> None:
-        assert flow.draft_logits is not None
-        self._drafting.sample(flow.batch, flow.draft_logits, self.state, self.sampling)
+    def propose(self, flow: Flow) -> None:
+        """The next block of every request."""
+        assert self.speculator is not None
+        self.speculator.propose(flow.batch, self.state, self.sampling, prepare=not flow.in_graph)

@@ -8,14 +8,14 @@ import torch
 from dflash.attention.spec import AttentionBatch
 from dflash.engine.buffers import Batch, RequestState
 from dflash.engine.sampling import SamplingState
+from dflash.models.decoder import Decoder
 from dflash.models.drafter import Drafter
 from dflash.ops.build_query import build_query
-from dflash.ops.sample_draft import sample_draft
-from dflash.speculators.buffers import DraftBuffers
+from dflash.speculators.buffers import DraftBuffers, draft_tokens, query_attention
 
 
 class DFlashSpeculator:
-    """The drafter's half of a step. Its K/V live in the slots of the target's block table.
+    """K/V from the target's taps; one pass over [bonus, mask x N].
 
     Args:
         drafter: the draft model, caches attached.
@@ -25,6 +25,8 @@ class DFlashSpeculator:
         target_vocab_size: ids the target knows; a drafter padded further never proposes past them.
         sample_method: "greedy" (argmax) or "gumbel" (a sample of q, recorded for the acceptance).
     """
+
+    observe_eager_reason: str | None = None
 
     def __init__(
         self,
@@ -44,18 +46,82 @@ class DFlashSpeculator:
             drafter.config.decoder.vocab_size, drafter.lm_head.shape[0], target_vocab_size
         )
         self.sample_method = sample_method
-        device = drafter.fc.device
-        self.buffers = DraftBuffers.allocate(max_rows, max_reqs, num_speculative_tokens, device)
+        device, num_samples = drafter.fc.device, max_reqs * num_speculative_tokens
+        self.buffers = DraftBuffers.allocate(
+            max_reqs, self.num_query_per_req, num_speculative_tokens, device
+        )
+        self.context_positions = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.context_slot_mapping = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.sample_rows = torch.zeros(num_samples, dtype=torch.int64, device=device)
+        self.sample_idx_mapping = torch.zeros(num_samples, dtype=torch.int32, device=device)
 
     @property
     def target_layer_ids(self) -> tuple[int, ...]:
         return self.drafter.config.target_layer_ids
 
-    def prepare(self, batch: Batch, state: RequestState) -> None:
+    @property
+    def models(self) -> tuple[Drafter, ...]:
+        return (self.drafter,)
+
+    @property
+    def propose_eager_reason(self) -> str | None:
+        return self.drafter.decoder.eager_reason
+
+    def logits_bytes(self, max_reqs: int) -> int:
+        """Of all mask rows at once."""
+        head = self.drafter.lm_head
+        return max_reqs * self.num_speculative_tokens * head.shape[0] * head.dtype.itemsize
+
+    def forwards(self, batch: Batch) -> list[tuple[Decoder, AttentionBatch]]:
+        rows = self.buffers.of(batch.num_reqs)
+        return [(self.drafter.decoder, query_attention(rows, batch, self.max_model_len))]
+
+    def observe(
+        self,
+        batch: Batch,
+        taps: torch.Tensor | None,
+        state: RequestState,
+        prepare: bool = True,
+    ) -> None:
+        """Stores every draft layer's K/V of the batch's rows from their taps; rejected rows are skipped."""
+        assert taps is not None
+        self._build_rows(batch, state)
+        rows = batch.num_rows
+        self.drafter.store_context(
+            self.drafter.combine(taps[:rows]),
+            self.context_positions[:rows],
+            self.context_slot_mapping[:rows],
+        )
+
+    def propose(
+        self, batch: Batch, state: RequestState, sampling: SamplingState, prepare: bool = True
+    ) -> None:
+        """The mask rows' tokens, over the query block that observe has built."""
+        rows, samples = self.buffers.of(batch.num_reqs), self._num_samples(batch)
+        attention = query_attention(rows, batch, self.max_model_len)
+        if prepare:
+            self.drafter.decoder.prepare(attention)
+        hidden = self.drafter.forward(rows.input_ids, attention)
+        hidden = hidden.index_select(0, self.sample_rows[:samples])
+        draft_tokens(
+            self.drafter.logits(hidden),
+            rows.sample_positions,
+            self.sample_idx_mapping[:samples],
+            state,
+            sampling,
+            sample_method=self.sample_method,
+            vocab_size=self.vocab_size,
+            logit_scale=self.drafter.config.logit_scale,
+            d2t=self.drafter.d2t,
+        )
+
+    def _num_samples(self, batch: Batch) -> int:
+        return batch.num_reqs * self.num_speculative_tokens
+
+    def _build_rows(self, batch: Batch, state: RequestState) -> None:
         """Context rows and the query block of the batch the target has just verified."""
-        b, reqs, rows = self.buffers, batch.num_reqs, batch.num_rows
-        samples = reqs * self.num_speculative_tokens
-        queries = reqs * self.num_query_per_req
+        query = self.buffers.of(batch.num_reqs)
+        rows, samples = batch.num_rows, self._num_samples(batch)
         build_query(
             batch.positions,
             batch.query_start_loc,
@@ -70,67 +136,14 @@ class DFlashSpeculator:
             mask_token_id=self.drafter.config.mask_token_id,
             max_model_len=self.max_model_len,
             sample_from_anchor=False,
-            context_positions=b.context_positions[:rows],
-            context_slot_mappings=[b.context_slot_mapping[:rows]],
-            query_input_ids=b.query_input_ids[:queries],
-            query_positions=b.query_positions[:queries],
-            query_slot_mappings=[b.query_slot_mapping[:queries]],
-            query_seq_lens=b.query_seq_lens[:reqs],
-            draft_query_start_loc=b.query_start_loc[: reqs + 1],
-            sample_rows=b.sample_rows[:samples],
-            sample_positions=b.sample_positions[:samples],
-            sample_idx_mapping=b.sample_idx_mapping[:samples],
-        )
-
-    def observe(self, batch: Batch, taps: torch.Tensor) -> None:
-        """Stores every draft layer's K/V of the batch's rows, from the target's taps [T, n * H]."""
-        rows = batch.num_rows
-        self.drafter.store_context(
-            self.drafter.combine(taps[:rows]),
-            self.buffers.context_positions[:rows],
-            self.buffers.context_slot_mapping[:rows],
-        )
-
-    def attention(self, batch: Batch) -> AttentionBatch:
-        """The query blocks over the drafter's caches."""
-        b, reqs = self.buffers, batch.num_reqs
-        queries = reqs * self.num_query_per_req
-        return AttentionBatch(
-            positions=b.query_positions[:queries],
-            slot_mapping=b.query_slot_mapping[:queries],
-            block_table=batch.block_table,
-            seq_lens=b.query_seq_lens[:reqs],
-            query_start_loc=b.query_start_loc[: reqs + 1],
-            max_query_len=self.num_query_per_req,
-            max_seq_len=self.max_model_len,
-        )
-
-    def draft(self, batch: Batch, prepare: bool = True) -> torch.Tensor:
-        """Logits [R * N, V_draft] of the mask rows. prepare: host work of an eager forward."""
-        attention = self.attention(batch)
-        if prepare:
-            self.drafter.decoder.prepare(attention)
-        b, num_queries = self.buffers, attention.positions.shape[0]
-        hidden = self.drafter.forward(b.query_input_ids[:num_queries], attention)
-        rows = b.sample_rows[: batch.num_reqs * self.num_speculative_tokens]
-        return self.drafter.logits(hidden.index_select(0, rows))
-
-    def sample(
-        self, batch: Batch, logits: torch.Tensor, state: RequestState, sampling: SamplingState
-    ) -> None:
-        """Writes draft tokens (and, when sampled, the logits they were drawn from) to the state."""
-        b, config = self.buffers, self.drafter.config
-        samples = batch.num_reqs * self.num_speculative_tokens
-        gumbel = self.sample_method == "gumbel"
-        sample_draft(
-            logits,
-            b.sample_positions[:samples],
-            b.sample_idx_mapping[:samples],
-            temperatures=sampling.temperatures if gumbel else None,
-            seeds=sampling.seeds if gumbel else None,
-            vocab_size=self.vocab_size,
-            logit_scale=config.logit_scale,
-            d2t=self.drafter.d2t,
-            draft_tokens=state.draft_tokens,
-            draft_logits=state.draft_logits if gumbel else None,
+            context_positions=self.context_positions[:rows],
+            context_slot_mappings=[self.context_slot_mapping[:rows]],
+            query_input_ids=query.input_ids,
+            query_positions=query.positions,
+            query_slot_mappings=[query.slot_mapping],
+            query_seq_lens=query.seq_lens,
+            draft_query_start_loc=query.query_start_loc,
+            sample_rows=self.sample_rows[:samples],
+            sample_positions=query.sample_positions,
+            sample_idx_mapping=self.sample_idx_mapping[:samples],
         )
