@@ -72,7 +72,7 @@ def test_engine_and_sampling_arguments_arrive(run):
         "--top-k", "20", "--seed", "5", "--max-tokens", "3", "--ignore-eos", "--dtype", "float32",
         "--device", "cpu", "--num-speculative-tokens", "4", "--max-model-len", "99",
         "--max-num-batched-tokens", "64", "--warmup", "0",
-        "--enable-prefix-caching",
+        "--enable-prefix-caching", "--draft-method", "autoregressive",
     )  # fmt: skip
     assert code == 0, err
     (llm, *made), (plain, *_) = fake.FakeLLM.made
@@ -82,6 +82,7 @@ def test_engine_and_sampling_arguments_arrive(run):
         {
             "dtype": "float32",
             "device": "cpu",
+            "draft_method": "autoregressive",
             "num_speculative_tokens": 4,
             "max_num_seqs": 3,
             "max_model_len": 99,
@@ -103,6 +104,7 @@ def test_what_is_not_given_is_left_to_the_engine_but_the_prefix_cache(run):
     assert arguments == {
         "dtype": "auto",
         "device": "auto",
+        "draft_method": "dflash",
         "max_num_seqs": 2,
         "enable_prefix_caching": False,
     }

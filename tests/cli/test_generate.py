@@ -95,6 +95,13 @@ def test_a_drafter_is_not_guessed_for_another_model(run):
     assert [made[:2] for made in fake.FakeLLM.made] == [("some/model", None), ("demo", None)]
 
 
+def test_a_small_model_may_draft(run):
+    run("generate", "--draft", "small/model", "--draft-method", "autoregressive", "hi")
+    run("generate", "--draft", "none", "--draft-method", "autoregressive", "hi")
+    made = [(model, draft, a["draft_method"]) for model, draft, a in fake.FakeLLM.made]
+    assert made == [("demo", "small/model", "autoregressive"), ("demo", None, "dflash")]
+
+
 @pytest.mark.parametrize(
     "arguments,message",
     [
@@ -103,6 +110,7 @@ def test_a_drafter_is_not_guessed_for_another_model(run):
         (["generate", "--max-tokens", "0", "hi"], "--max-tokens"),
         (["generate", "--temperature", "-1", "hi"], "--temperature"),
         (["generate", "--compare", "--model", "some/model", "hi"], "--compare needs a drafter"),
+        (["generate", "--draft-method", "autoregressive", "hi"], "needs a drafter: give --draft"),
         (["talk"], "No such command 'talk'"),
     ],
 )

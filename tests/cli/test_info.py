@@ -7,7 +7,7 @@ import torch
 
 from dflash import _conflict, devices
 from dflash.attention.select import BACKENDS
-from dflash.cli import info, main
+from dflash.cli import backends, info, main
 from tests.checkpoints.support import DRAFT, TARGET
 
 
@@ -57,6 +57,23 @@ def test_info_says_which_backend_each_layer_group_gets(monkeypatch, capsys, pair
     heading = "draft: layers 1, causal, window 16, 4 heads over 2 K/V heads of 64, float32 on cpu"
     assert f"{heading}: native" in text
     assert "no kernel for cpu" in text
+
+
+def test_info_reads_a_small_model_as_drafter(monkeypatch, capsys, pair, tmp_path):
+    pair = [
+        "--device",
+        "cpu",
+        "--model",
+        str(tmp_path / "target"),
+        "--draft",
+        str(tmp_path / "target"),
+    ]
+    plans = json.loads(
+        _run(monkeypatch, capsys, "--json", *pair, "--draft-method", "autoregressive")
+    )
+    assert plans["draft"] == plans["target"] and plans["draft"][0]["causal"]
+    with pytest.raises(ValueError, match="draft_method 'eagle': expected one of dflash, auto"):
+        backends.plan_backends(None, str(tmp_path / "target"), "cpu", "eagle")
 
 
 def test_info_names_what_it_cannot_read(monkeypatch, capsys, pair, tmp_path):

@@ -13,18 +13,24 @@ from dflash.attention.select import BACKENDS, all_answers
 from dflash.attention.spec import AttentionSpec, Refusal, Support
 from dflash.checkpoints.config import DecoderConfig, LayerAttention
 from dflash.checkpoints.read_configs import read_draft_config, read_target_config
-from dflash.engine.args import EngineArgs, resolve_device
+from dflash.engine.args import AUTOREGRESSIVE, DFLASH, DRAFT_METHODS, EngineArgs, resolve_device
 from dflash.models.decoder import DecoderSettings, arch_of, attention_specs
 
 Plan = dict[str, Any]
 
 
-def plan_backends(model: str | None, draft: str | None, device: str) -> dict[str, list[Plan]]:
+def plan_backends(
+    model: str | None, draft: str | None, device: str, draft_method: str = DFLASH
+) -> dict[str, list[Plan]]:
     """By "target" and "draft", one entry a layer group. Reads nothing but configurations.
 
     Raises:
         ValueError, DflashError: as for loading the pair and resolving the device.
     """
+    if draft_method not in DRAFT_METHODS:
+        raise ValueError(
+            f"draft_method {draft_method!r}: expected one of {', '.join(DRAFT_METHODS)}"
+        )
     by_name = re.fullmatch(r"sm_\d+", device) is not None
     place = torch.device("cpu") if by_name else resolve_device(device)
     arch = device if by_name else arch_of(place)
@@ -33,7 +39,10 @@ def plan_backends(model: str | None, draft: str | None, device: str) -> dict[str
         target = read_target_config(model)
         dtype = dtype or target.dtype
         plans["target"] = _plan(target.decoder, dtype, arch, False)
-    if draft is not None:
+    if draft is not None and draft_method == AUTOREGRESSIVE:
+        small = read_target_config(draft)
+        plans["draft"] = _plan(small.decoder, dtype or small.dtype, arch, False)
+    elif draft is not None:
         drafter = read_draft_config(draft)
         plans["draft"] = _plan(drafter.decoder, dtype or drafter.dtype, arch, drafter.has_sinks)
     return plans

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dflash._conflict import report_conflict
-from dflash.cli.generate import DEMO, resolve_draft
+from dflash.cli.generate import DEMO, DFLASH, resolve_draft
 from dflash.errors import DflashError
 
 if TYPE_CHECKING:
@@ -32,6 +32,12 @@ def bench(
             "Default: the demo's drafter for the demo model, else none."
         ),
     ] = None,
+    draft_method: Annotated[
+        str,
+        typer.Option(
+            help="dflash, or autoregressive: --draft is a small model of the same tokens."
+        ),
+    ] = DFLASH,
     dataset: Annotated[
         str,
         typer.Option(
@@ -96,7 +102,8 @@ def bench(
         int | None,
         typer.Option(
             min=1,
-            help="Draft tokens a step. Default: all of a block; on a CPU the number that measures best.",
+            help="Draft tokens a step. Default: all of a block, on a CPU the number that measures best; "
+            "4 if autoregressive.",
         ),
     ] = None,
     max_num_seqs: Annotated[
@@ -141,7 +148,7 @@ def bench(
     ] = None,
 ) -> None:
     """Measure throughput and latency over a set of prompts, with and without the drafter."""
-    draft = resolve_draft(model, draft)
+    draft = resolve_draft(model, draft, draft_method)
     if baseline and draft is None:
         raise ValueError("--baseline needs a drafter: give --draft")
 
@@ -167,6 +174,7 @@ def bench(
     engine = {
         "dtype": dtype,
         "device": device,
+        "draft_method": draft_method if draft else DFLASH,
         "num_speculative_tokens": num_speculative_tokens,
         "max_num_seqs": max_num_seqs or _max_num_seqs(loads),
         "max_model_len": max_model_len,
@@ -190,7 +198,9 @@ def bench(
     if not measurements:
         raise KeyboardInterrupt
     setup = {"model": model, "draft": draft, "dataset": dataset, "num_prompts": num_prompts}
-    chosen = {name: engine[name] for name in ("max_num_seqs", "enable_prefix_caching")}
+    chosen = {
+        name: engine[name] for name in ("draft_method", "max_num_seqs", "enable_prefix_caching")
+    }
     setup |= _facts(llm) | chosen | sampling | {"seed": seed}
     _report(setup, measurements, interrupted, json_path, plot_path)
     _raise_what_went_wrong(measurements, interrupted)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 DEMO = "demo"
 NO_DRAFT = "none"
+DFLASH = "dflash"
 
 
 def generate(
@@ -31,13 +32,20 @@ def generate(
             "Default: the demo's drafter for the demo model, else none."
         ),
     ] = None,
+    draft_method: Annotated[
+        str,
+        typer.Option(
+            help="dflash, or autoregressive: --draft is a small model of the same tokens."
+        ),
+    ] = DFLASH,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     num_speculative_tokens: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Draft tokens a step. Default: all of a block; on a CPU the number that measures best.",
+            help="Draft tokens a step. Default: all of a block, on a CPU the number that measures best; "
+            "4 if autoregressive.",
         ),
     ] = None,
     allow_long_drafts: Annotated[
@@ -66,7 +74,7 @@ def generate(
 ) -> None:
     """Generate text from a prompt, and say how fast it came."""
     text = _read_prompt(prompt)
-    draft = resolve_draft(model, draft)
+    draft = resolve_draft(model, draft, draft_method)
     if compare and draft is None:
         raise ValueError("--compare needs a drafter: give --draft")
     if report_conflict():
@@ -88,6 +96,7 @@ def generate(
     llm = dflash.LLM(
         model,
         draft,
+        draft_method=draft_method if draft else DFLASH,
         num_speculative_tokens=num_speculative_tokens,
         allow_long_drafts=allow_long_drafts,
         **engine,
@@ -118,8 +127,10 @@ def _read_prompt(prompt: str | None) -> str:
     return text
 
 
-def resolve_draft(model: str, draft: str | None) -> str | None:
+def resolve_draft(model: str, draft: str | None, draft_method: str = DFLASH) -> str | None:
     """What --draft means, for every command; None: no drafter."""
+    if draft is None and draft_method != DFLASH:
+        raise ValueError(f"--draft-method {draft_method} needs a drafter: give --draft")
     if draft is None:
         return DEMO if model == DEMO else None
     return None if draft.lower() == NO_DRAFT else draft

@@ -21,6 +21,7 @@ from dflash._library import LIBRARY_DIR, cuda_library_error
 from dflash.attention.select import all_answers
 from dflash.attention.spec import AttentionSpec, Refusal
 from dflash.cli import backends
+from dflash.cli.generate import DFLASH
 from dflash.devices import cuda_is_available, is_served, why_no_cuda
 
 DISTRIBUTION = "dflash-cuda"
@@ -32,6 +33,9 @@ def info(
         str | None, typer.Option(help="Say which attention backend each layer of this target gets.")
     ] = None,
     draft: Annotated[str | None, typer.Option(help="The same for this drafter.")] = None,
+    draft_method: Annotated[
+        str, typer.Option(help="dflash, or autoregressive: --draft is a small model.")
+    ] = DFLASH,
     device: Annotated[
         str,
         typer.Option(help="For --model and --draft: auto, cpu, cuda, cuda:N, or sm_90, sm_100."),
@@ -41,7 +45,7 @@ def info(
     """Show versions, devices, libraries, and what is unavailable and why; or the attention backends of a pair."""
     console = Console(soft_wrap=True, highlight=False, markup=False)
     if model is not None or draft is not None:
-        plans = backends.plan_backends(model, draft, device)
+        plans = backends.plan_backends(model, draft, device, draft_method)
         print(json.dumps(plans, indent=2)) if as_json else backends.print_plans(console, plans)
         return
     facts = gather()
