@@ -121,3 +121,31 @@ def test_no_memory_for_a_large_graph_leaves_the_small_ones(monkeypatch, caplog):
     assert {bucket for bucket, _ in llm.core._runner.captured} == {1, 2}
     assert "no memory for the CUDA graph of 4 requests" in caplog.text
     assert answers(llm, 10, False) == expected
+
+
+def test_a_small_model_drafts_inside_the_graph():
+    """The demo target for itself: N passes of it are captured, say what eager ones say, and are nearly always right."""
+    results, caches = [], []
+    arguments = {"draft_method": "autoregressive", "num_speculative_tokens": 3}
+    for enforce_eager in (False, True):
+        llm = make_llm(enforce_eager=enforce_eager, enable_prefix_caching=False, **arguments)
+        assert bool(llm.core._runner.captured) != enforce_eager
+        results.append(answers(llm, 24, True))
+        step = llm.core._step
+        decoders = (step.target.decoder, step.speculator.drafter.decoder)
+        caches.append([c.key.view(torch.uint8).cpu() for d in decoders for c in d.caches])
+    assert results[0] == results[1]
+    for ours, theirs in zip(*caches, strict=True):
+        assert torch.equal(ours[1:], theirs[1:])
+    llm = make_llm(**arguments)
+    # Rows alone and rows of a block are rounded otherwise, and a request's last block is cut.
+    answers(llm, 10, False)
+    print(f"demo drafting for itself, bf16: AL {llm.statistics.acceptance_length:.3f}")
+    assert 3.7 < llm.statistics.acceptance_length <= 4.0
+
+
+def test_float32_is_lossless_with_a_small_model_in_the_graph():
+    torch.backends.cuda.matmul.allow_tf32 = False
+    llm = make_llm(dtype="float32", draft_method="autoregressive")
+    with_draft = answers(llm, 10, False)
+    assert [t for t, _ in answers(llm.without_draft(), 10, False)] == [t for t, _ in with_draft]
