@@ -64,7 +64,7 @@ Plan make_plan(const PagedAttentionParams& p) {
   plan.cache_aligned = cache_is_aligned(p.key_cache, p.key_strides) &&
                        cache_is_aligned(p.value_cache, p.value_strides);
   plan.output_aligned =
-      aligned_to(8, p.output, {p.output_strides.row * 2, p.output_strides.head * 2});
+      aligned_to(16, p.output, {p.output_strides.row * 2, p.output_strides.head * 2});
   return plan;
 }
 

@@ -10,27 +10,11 @@ from benchmarks.shapes import RandomWeights, qwen3_8b
 
 from dflash.attention import flash_attn
 from dflash.attention.flash_attn import FlashAttention
-from dflash.attention.native import NativeAttention
-from dflash.attention.spec import CaptureLimits
 from dflash.checkpoints.config import LayerAttention
 from dflash.models.decoder import Decoder, DecoderSettings
 from tests.attention.batches import SPEC, Pool, worst_row
 
 CPU = torch.device("cpu")
-
-
-def test_native_keeps_its_workspace_once_graphs_may_hold_it():
-    pool, backend = Pool(SPEC, 4, 4096), NativeAttention(SPEC, CPU)
-    backend.init_capture(CaptureLimits(2, 8, 4, 4096, pool.columns))
-    fixed = backend._workspace.data_ptr(), backend._workspace.numel()
-    assert fixed[1] > 0
-    for lens in ([(4, 3000)] * 2, [(200, 3000)] * 4):
-        query, batch = pool.batch(lens)
-        output = backend.forward(query, pool.cache, batch, None)
-        assert worst_row(output, pool.expected(query, batch)) < 1e-4
-        backend.prepare_capture(batch)
-        assert (backend._workspace.data_ptr(), backend._workspace.numel()) == fixed
-    assert (backend._workspace == 255).all()
 
 
 FAKE_FA3 = """

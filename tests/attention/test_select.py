@@ -181,3 +181,9 @@ def test_flash_attn_is_for_hopper():
 def test_unknown_backend_is_named():
     with pytest.raises(ValueError, match="'fast' is unknown: expected auto, native, flash_attn"):
         choose_backend(SPEC, "fast")
+
+
+def test_strict_asks_for_a_backend_whose_splits_do_not_follow_the_batch():
+    for backend in select.BACKENDS:
+        answer = backend.supports(replace(SPEC, batch_invariant=True))
+        assert isinstance(answer, Refusal) == (backend.name != "native"), backend.name

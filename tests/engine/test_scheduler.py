@@ -255,6 +255,23 @@ def test_a_small_cache_preempts(prefix_caching, num_steps_ahead):
     assert (simulation.num_hits > 3) == prefix_caching
 
 
+def test_a_newcomer_does_not_take_the_blocks_of_the_next_iteration():
+    scheduler = Scheduler(BlockPool(7, 4), 2, 64, num_query_per_req=2)  # 4 slots past s
+    first = Request(0, [1] * 8, SamplingParams(max_tokens=9), 9, seed=0)
+    scheduler.add(first)
+    (chunk,) = scheduler.schedule().chunks
+    scheduler.prefilled(chunk)
+    first.output_token_ids += [1, 1]
+    scheduler.advanced(first)
+    assert (len(first.blocks), scheduler.pool.num_free) == (3, 3)  # 13 slots: one more is due
+    scheduler.add(Request(1, [2] * 8, SamplingParams(max_tokens=9), 9, seed=0))
+    work = scheduler.schedule()
+    assert (work.running, work.admitted) == ([first], [])
+    assert scheduler.num_preemptions == 0
+    scheduler.finish(first, "stop")
+    assert len(scheduler.schedule().admitted) == 1
+
+
 def test_a_late_request_finds_the_common_prefix():
     arrivals = [Arrival(0, (1,) * 40, 4), Arrival(10, (1,) * 40 + (0,), 4)]
     simulation = Simulation(crowd(arrivals=arrivals, spare_blocks=9))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 from tests.engine.conftest import NUM_TOKENS, PROMPTS
 from tests.support import engine
@@ -84,6 +85,22 @@ def test_chunked_prefill_keeps_proposals(max_num_batched_tokens, target, draft, 
         assert [output.outputs[0].token_ids for output in outputs] == answers
         runs.append(sorted((p.request_id, p.position, *p.proposed) for p in proposals))
     assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_raw_logits_go_where_graphs_leave_them(strict, target, draft, answers):
+    """Also through tiles; logprobs are read from there."""
+    llm = engine.make_llm(
+        target, draft, max_model_len=64, strict=strict, enable_prefix_caching=False
+    )
+    expected = llm.generate(PROMPTS, engine.greedy_params(NUM_TOKENS, logprobs=2))
+    step = llm.core._step
+    step.raw_logits = torch.full((128, VOCAB_SIZE), float("nan"))
+    outputs = llm.generate(PROMPTS, engine.greedy_params(NUM_TOKENS, logprobs=2))
+    assert not step.raw_logits[: len(PROMPTS)].isnan().any()
+    for output, before, answer in zip(outputs, expected, answers, strict=True):
+        assert output.outputs[0].token_ids == answer
+        assert output.outputs[0].logprobs == before.outputs[0].logprobs
 
 
 def test_more_prompts_than_rows(target, draft, answers):

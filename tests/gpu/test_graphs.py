@@ -105,6 +105,13 @@ def test_a_small_cache_preempts_and_keeps_the_answers():
     assert small.core.scheduler.num_preemptions > 3
 
 
+def test_graphs_share_the_memory_of_the_largest():
+    """Eleven buckets, twice: were each to keep its logits, they would take several times what was planned."""
+    llm = make_llm(max_num_seqs=64)
+    assert len(llm.core._runner.captured) == 22
+    assert 0 < llm.core._runner.num_bytes <= llm.facts.memory.graphs
+
+
 def test_no_memory_for_a_large_graph_leaves_the_small_ones(monkeypatch, caplog):
     from dflash.engine.graphs import GraphRunner
 

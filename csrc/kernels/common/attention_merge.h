@@ -48,7 +48,7 @@ struct Tile {
   static constexpr int kNumStates = kM * kWarpsN;
   static constexpr int kStateAt = kSlotsAt;
   static_assert(kStagesAt + kNumStates * kAccPitch * 4 <= kSlotsAt);
-  static_assert(kStateAt + kNumStates * 8 <= kSmemBytes);
+  static_assert(kStateAt + kNumStates * 8 <= kSmemBytes && kM * kPitch * 2 <= kSlotsAt);
   // fp8 rows arrive behind the first stage, as raw bytes, and are converted into it.
   static_assert(kStages * 2 * kStepKeys * D <= (kStages - 1) * kStageBytes);
   static_assert(!kWgmma || kStepKeys == kWgmmaKeys);
@@ -140,43 +140,46 @@ __device__ __forceinline__ float factor_of(const PagedAttentionParams& p, const 
   return output_factor(p, head, m, l);
 }
 
-template <int kN, typename T>
-__device__ __forceinline__ void store_columns(T* out, const float (&sum)[kN], float factor,
-                                              bool aligned) {
-  Vec<T, kN> rounded;
-#pragma unroll
-  for (int j = 0; j < kN; ++j)
-    rounded.x[j] = from_float<T>(factor == 0.0f ? 0.0f : sum[j] * factor);
-  if (aligned) return store_vec<kN>(out, rounded);
-#pragma unroll
-  for (int j = 0; j < kN; ++j) out[j] = rounded.x[j];
-}
-
-// One split: straight from a warp's registers.
-template <typename T, int D>
+// One split: a warp's 16 rows through its part of shared memory, so that whole rows are written.
+template <typename T, int D, typename L>
 __device__ __forceinline__ void store_results(const PagedAttentionParams& p, const Plan& plan,
-                                              const Work& w, int warp_row,
+                                              const Work& w, uint8_t* smem, int warp_row,
                                               const RowState (&rows)[2],
                                               const float (&acc)[D / 8][4]) {
   const int lane = threadIdx.x % 32;
+  uint8_t* staged = smem + warp_row * L::kPitch * 2;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float l = rows[half].l;
     l += __shfl_xor_sync(0xffffffffu, l, 1);
     l += __shfl_xor_sync(0xffffffffu, l, 2);
-    const int packed = w.first_row + warp_row + lane / 4 + 8 * half;
-    if (packed >= w.num_rows) continue;
-    const float factor = factor_of(p, plan, w, packed, rows[half].m, l);
-    T* out = output_row<T>(p, plan, w, packed) + lane % 4 * 2;
+    const int m = lane / 4 + 8 * half;
+    const float factor = factor_of(p, plan, w, w.first_row + warp_row + m, rows[half].m, l);
+    uint32_t* to = reinterpret_cast<uint32_t*>(staged + m * L::kPitch * 2) + lane % 4;
 #pragma unroll
     for (int d = 0; d < D / 8; ++d) {
-      const float pair[2] = {acc[d][2 * half], acc[d][2 * half + 1]};
-      store_columns<2>(out + d * 8, pair, factor, plan.output_aligned);
+      const float* pair = acc[d] + 2 * half;
+      to[d * 4] = factor == 0.0f ? 0 : pack2<T>(pair[0] * factor, pair[1] * factor);
     }
+  }
+  __syncwarp();
+  for (int i = lane; i < 16 * (D / 8); i += 32) {
+    const int m = i / (D / 8), column = i % (D / 8) * 8;
+    const int packed = w.first_row + warp_row + m;
+    if (packed >= w.num_rows) break;
+    const Vec<T, 8> row =
+        load_vec<8>(reinterpret_cast<const T*>(staged + m * L::kPitch * 2) + column);
+    T* out = output_row<T>(p, plan, w, packed) + column;
+    if (plan.output_aligned) {
+      store_vec<8>(out, row);
+      continue;
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) out[j] = row.x[j];
   }
 }
 
-// Four columns of a row, summed over the splits in order. All are read before the weights, which
+// Four columns of a row, summed over the splits in order. They are read before the weights, which
 // kLanes neighbouring lanes hold between them, are needed; those of weight 0 hold nothing.
 template <typename L, int kLanes>
 __device__ __forceinline__ void sum_splits(const Plan& plan, uint8_t* smem, int m, int column,
@@ -188,18 +191,32 @@ __device__ __forceinline__ void sum_splits(const Plan& plan, uint8_t* smem, int 
     Vec<float, 4> part[kBatch];
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
-      const int split = min(base + j, plan.num_splits - 1);
+      const int split = base + j;
+      if (split >= plan.num_splits) break;
       part[j] = load_vec<4>(
           in_split<L>(plan, accumulators<L>(smem, split % L::kWarpsN, m) + column, split));
     }
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
+      if (base + j >= plan.num_splits) break;
       const float share = __shfl_sync(0xffffffffu, weight, base + j, kLanes);
-      if (base + j >= plan.num_splits || share == 0.0f) continue;
+      if (share == 0.0f) continue;
 #pragma unroll
       for (int i = 0; i < 4; ++i) sum[i] += share * part[j].x[i];
     }
   }
+}
+
+template <typename T>
+__device__ __forceinline__ void store_columns(T* out, const float (&sum)[4], float factor,
+                                              bool aligned) {
+  Vec<T, 4> rounded;
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+    rounded.x[j] = from_float<T>(factor == 0.0f ? 0.0f : sum[j] * factor);
+  if (aligned) return store_vec<4>(out, rounded);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) out[j] = rounded.x[j];
 }
 
 // The CTA's share of the tile's rows, kLanes lanes a row: merged and written.
@@ -230,8 +247,8 @@ __device__ __forceinline__ void merge_rows(const PagedAttentionParams& p, const 
       float sum[4];
       sum_splits<L, kLanes>(plan, smem, m, min(column, D - 4), weight, sum);
       if (column < D && packed < w.num_rows) {
-        store_columns<4>(output_row<T>(p, plan, w, packed) + column, sum, factor,
-                         plan.output_aligned);
+        store_columns(output_row<T>(p, plan, w, packed) + column, sum, factor,
+                      plan.output_aligned);
       }
     }
   }

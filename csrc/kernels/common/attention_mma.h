@@ -205,18 +205,21 @@ __device__ __forceinline__ void load_query(const PagedAttentionParams& p, const 
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int64_t offset = query_row(p, plan, w, w.first_row + warp_row + lane / 4 + 8 * half);
-    const uint16_t* row = reinterpret_cast<const uint16_t*>(
-        static_cast<const uint8_t*>(p.query) + (offset < 0 ? 0 : offset) + lane % 4 * 4);
+    const uint8_t* row =
+        static_cast<const uint8_t*>(p.query) + (offset < 0 ? 0 : offset) + lane % 4 * 4;
+    if (plan.query_aligned) {
+#pragma unroll
+      for (int i = 0; i < D / 8; ++i) {
+        uint32_t pair = 0;
+        if (offset >= 0) pair = *reinterpret_cast<const uint32_t*>(row + i * 16);
+        q[i / 2][i % 2 * 2 + half] = pair;
+      }
+      continue;
+    }
 #pragma unroll
     for (int i = 0; i < D / 8; ++i) {
-      uint32_t& pair = q[i / 2][i % 2 * 2 + half];
-      pair = 0;
-      if (offset < 0) continue;
-      if (plan.query_aligned) {
-        pair = *reinterpret_cast<const uint32_t*>(row + i * 8);
-      } else {
-        pair = row[i * 8] | static_cast<uint32_t>(row[i * 8 + 1]) << 16;
-      }
+      const uint16_t* two = reinterpret_cast<const uint16_t*>(row + i * 16);
+      q[i / 2][i % 2 * 2 + half] = offset < 0 ? 0 : two[0] | static_cast<uint32_t>(two[1]) << 16;
     }
   }
 }
@@ -326,9 +329,9 @@ __global__ void __launch_bounds__(kThreads, ctas_per_sm(kWgmma))
       stager.slots[step % L::kStages * L::kStepKeys + i] = stager.find_slot(block_ahead, ahead);
   }
 
-  if (plan.num_splits == 1) return store_results<T, D>(p, plan, w, warp_row, rows, acc);
   cp_async_wait<0>();
   __syncthreads();
+  if (plan.num_splits == 1) return store_results<T, D, L>(p, plan, w, smem, warp_row, rows, acc);
   put_results<L, D>(smem, warp_n, warp_row, rows, acc, w.deal.count > 0);
   merge_splits<T, D, L>(p, plan, w, smem, rank);
 }

@@ -40,6 +40,7 @@ def supports(spec: AttentionSpec) -> Support | Refusal:
         spec.num_heads % spec.num_kv_heads != 0
         and f"{spec.num_heads} heads do not divide into {spec.num_kv_heads} K/V heads",
         spec.has_sinks and "no attention sinks",
+        spec.batch_invariant and "its splits follow the batch",
     ) or Support(replayable=True, in_one_graph=True)
 
 

@@ -72,6 +72,7 @@ def _refused(spec: AttentionSpec, *more: str | bool) -> Refusal | None:
         spec.num_heads % spec.num_kv_heads != 0
         and f"{spec.num_heads} heads do not divide into {spec.num_kv_heads} K/V heads",
         spec.has_sinks and "no attention sinks",
+        spec.batch_invariant and "its splits follow the batch",
         spec.window is not None
         and not spec.causal
         and "a non-causal window (there is no bound to the right of a query)",

@@ -9,16 +9,18 @@ from dflash.attention.spec import (
     AttentionBackend,
     AttentionBatch,
     AttentionSpec,
-    CaptureLimits,
     LayerCache,
     Refusal,
     Support,
     refusal,
 )
-from dflash.ops.paged_attention import paged_attention, paged_attention_workspace_size
+from dflash.ops.paged_attention import paged_attention
 
 HEAD_DIMS = (64, 96, 128, 256)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+INVARIANT_SPLITS = 8
+"""Pieces of a row's keys where its bits must not depend on the batch: enough for a single request to fill a GPU."""
+
 ARCHES = ("cpu", "sm_90", "sm_100", "sm_103")
 
 
@@ -36,23 +38,11 @@ def supports(spec: AttentionSpec) -> Support | Refusal:
 
 
 class NativeAttention(AttentionBackend):
-    """Calls paged_attention. The workspace grows with the batches until init_capture fixes it."""
+    """Calls paged_attention: one launch, nothing kept between launches."""
 
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
         super().__init__(spec, device)
-        self._workspace = torch.empty(0, dtype=torch.uint8, device=device)
-        self._is_fixed = False
-
-    def init_capture(self, limits: CaptureLimits) -> None:
-        size = self._workspace_size(
-            limits.max_rows, limits.max_reqs, limits.max_query_len, limits.max_seq_len
-        )
-        self._workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
-        self._is_fixed = True
-
-    def prepare_capture(self, batch: AttentionBatch) -> None:
-        # Poison: a graph that relied on what the workspace holds would show it at once.
-        self._workspace.fill_(255)
+        self._num_splits = INVARIANT_SPLITS if spec.batch_invariant else 0
 
     def forward(
         self,
@@ -77,30 +67,5 @@ class NativeAttention(AttentionBackend):
             sinks=sinks,
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
-            workspace=self._workspace_for(query, batch),
-        )
-
-    def _workspace_for(self, query: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
-        size = self._workspace_size(
-            query.shape[0], batch.seq_lens.shape[0], batch.max_query_len, batch.max_seq_len
-        )
-        if self._workspace.numel() >= size:
-            return self._workspace
-        larger = torch.empty(size, dtype=torch.uint8, device=self.device)
-        if not self._is_fixed:
-            self._workspace = larger
-        # NOTE: graphs hold the fixed one's address; a larger batch's lives as long as its forward.
-        return larger
-
-    def _workspace_size(
-        self, num_rows: int, num_reqs: int, max_query_len: int, max_seq_len: int
-    ) -> int:
-        return paged_attention_workspace_size(
-            num_rows=num_rows,
-            num_reqs=num_reqs,
-            num_heads=self.spec.num_heads,
-            num_kv_heads=self.spec.num_kv_heads,
-            head_dim=self.spec.head_dim,
-            max_query_len=max_query_len,
-            max_seq_len=max_seq_len,
+            num_splits=self._num_splits,
         )

@@ -21,6 +21,7 @@ def supports(spec: AttentionSpec) -> Support | Refusal:
     """Everything but sinks and caches of another dtype."""
     return refusal(
         spec.has_sinks and "attention sinks are not expressible",
+        spec.batch_invariant and "its splits follow the batch",
         spec.kv_dtype != spec.dtype and f"a {spec.kv_dtype} cache under {spec.dtype} queries",
     ) or Support(False, False, "it reads the lengths on the host")
 

@@ -26,6 +26,7 @@ class AttentionSpec:
     query_shape: Literal["ragged", "uniform", "one"]
     kv_block_size: int
     has_sinks: bool = False
+    batch_invariant: bool = False  # a row's bits depend on its query and visible keys alone
 
     @property
     def window_left(self) -> int:

@@ -15,7 +15,7 @@ from dflash.engine.admission import Limits
 from dflash.engine.args import DTYPES, EngineArgs, cache_dtype, resolve_device
 from dflash.engine.buffers import BatchBuffers, RequestState, request_buckets, request_multiple
 from dflash.engine.core import Core
-from dflash.engine.graphs import GraphRunner
+from dflash.engine.graphs import GraphRunner, num_steps_ahead
 from dflash.engine.kv_cache import BlockPool
 from dflash.engine.memory import (
     MemoryProfile,
@@ -189,9 +189,9 @@ def assemble(
         args.max_num_seqs + (tile_rows is not None),
     )
     max_rows = max(args.max_num_batched_tokens + (tile_rows or 0), max_reqs * num_query_per_req)
-    num_steps_ahead = 1 if device.type == "cuda" else 0
+    steps_ahead = num_steps_ahead(device)
     # Blocks in flight may reach past max_model_len: columns, never blocks.
-    lookahead = (2 + num_steps_ahead) * num_query_per_req
+    lookahead = (2 + steps_ahead) * num_query_per_req
     max_blocks = -(-(max_model_len + lookahead) // args.kv_block_size)
     vocab_size = min(target.config.decoder.vocab_size, target.lm_head.shape[0])
     gumbel = drafter is not None and args.draft_sample_method == "gumbel"
@@ -202,9 +202,13 @@ def assemble(
     buffers = BatchBuffers(max_reqs, max_rows, max_blocks, n, args.kv_block_size, device, tile_rows)
     speculator = make_speculator(args, drafter, n, max_rows, max_reqs, max_model_len, vocab_size)
     taps = _taps(target, speculator, max_rows)
+    raw_logits = None
+    if device.type == "cuda" and not args.enforce_eager:
+        head = target.lm_head
+        raw_logits = head.new_empty(max_reqs * num_query_per_req, head.shape[0])
     profile = profile_memory(
-        args, device, target, speculator, [state, sampling, buffers, taps],
-        max_rows, max_model_len, num_query_per_req,
+        args, device, target, speculator,
+        [state, sampling, buffers, speculator, taps, raw_logits], max_rows, num_query_per_req,
     )  # fmt: skip
     models = [target, *(speculator.models if speculator else ())]
     block_bytes = sum(model.decoder.cache_bytes(args.kv_block_size) for model in models)
@@ -213,14 +217,14 @@ def assemble(
         model.decoder.allocate_cache(num_blocks, args.kv_block_size)
     step = Step(
         target, speculator, state, sampling, max_model_len, vocab_size,
-        args.rejection_sample_method, taps, _synthetic_rates(args, n, device),
+        args.rejection_sample_method, taps, _synthetic_rates(args, n, device), raw_logits,
     )  # fmt: skip
     scheduler = Scheduler(
         BlockPool(num_blocks, args.kv_block_size, args.enable_prefix_caching),
         args.max_num_seqs,
         args.max_num_batched_tokens,
         num_query_per_req,
-        num_steps_ahead,
+        steps_ahead,
     )
     target_ms = args.inter_token_latency_target_ms
     pacer = PrefillPacer(

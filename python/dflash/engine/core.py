@@ -12,11 +12,11 @@ import torch
 
 from dflash.engine.admission import Limits
 from dflash.engine.buffers import OUTPUT_RING
+from dflash.engine.flight import Flight
 from dflash.engine.graphs import GraphRunner
 from dflash.engine.outputs import Logprob
 from dflash.engine.pacing import PrefillPacer
 from dflash.engine.request import PrefillChunk, Request
-from dflash.engine.sampling import RawLogprobs
 from dflash.engine.sampling_params import SamplingParams
 from dflash.engine.scheduler import Schedule, Scheduler
 from dflash.engine.step import Flow
@@ -34,25 +34,6 @@ class NewTokens:
     finish_reason: str | None
     logprobs: list[dict[int, Logprob]] | None = None
     num_draft_tokens: int = 0  # verified for them
-
-
-@dataclass(frozen=True)
-class _Flight:
-    """A pass that is enqueued and whose tokens are not read yet."""
-
-    requests: list[Request]  # those that may get tokens
-    rows: list[int]  # their state rows when it was enqueued
-    rows_per_req: int  # logits rows
-    step: int  # entry of the output ring
-    logprobs: RawLogprobs | None
-    chunks: Sequence[PrefillChunk]  # of prompts; none: an iteration
-    bucket: int
-    started: float
-    done: torch.cuda.Event | None
-
-    def wait(self) -> None:
-        if self.done is not None:
-            self.done.synchronize()
 
 
 class Core:
@@ -82,7 +63,7 @@ class Core:
         self.limits = limits
         self._num_requests = 0
         self._num_passes = int(self._step.state.step.item())  # that wrote the output ring
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[Flight] = deque()
         self._last_read = 0.0
         self._failure: DflashError | None = None
 
@@ -110,6 +91,7 @@ class Core:
         """Ends a request that has not finished; its row and blocks are free at once."""
         if request.finish_reason is None:
             self.scheduler.finish(request, reason)
+        self._leave_the_ended()
 
     def reset(self, requests: Iterable[Request]) -> None:
         """Ends all requests, which are these, where an interrupt may have fallen anywhere."""
@@ -130,16 +112,20 @@ class Core:
         """
         if self._failure is not None:
             raise self._failure
-        work = None
+        work, new = None, []
         try:
-            # Who has to give blocks back must not be in flight.
-            new = [] if self.scheduler.can_grow() else self._read_all(0)
+            if not self.scheduler.can_grow():
+                self._read_all(0, new)  # who has to give blocks back must not be in flight
             work = self.scheduler.schedule(self._pacer.budget())
             launched = self._launch(work)
-            return new + self._read_all(self._runner.num_steps_ahead if launched else 0)
+            self._read_all(self._runner.num_steps_ahead if launched else 0, new)
+            self._leave_the_ended()
+            return new
         except BaseException as error:
-            self._fail(work, error)
-            raise self._failure or error from None
+            self._fail(work, new, error)
+            if self._failure is not None:
+                raise self._failure from error
+            raise
 
     def _launch(self, work: Schedule) -> bool:
         """Enqueues the work; False where there is none."""
@@ -153,17 +139,23 @@ class Core:
             self._flights.append(self._decode(running))
         return bool(running)
 
-    def _read_all(self, num_left: int) -> list[NewTokens]:
+    def _read_all(self, num_left: int, new: list[NewTokens]) -> None:
         """Reads passes until num_left are in flight."""
-        new = []
         while len(self._flights) > num_left:
-            new += self._read(self._flights[0])
+            self._read(self._flights[0], new)
             self._flights.popleft()
-        return new
 
-    def _fail(self, work: Schedule | None, error: BaseException) -> None:
-        """Ends the requests of every pass that is under way: the device may be ahead of the host."""
+    def _leave_the_ended(self) -> None:
+        """When all have ended, what is in flight keeps none of them alive, and its time means nothing."""
+        if not self.scheduler.has_work:
+            self._flights = deque(flight.without_requests() for flight in self._flights)
+
+    def _fail(
+        self, work: Schedule | None, undelivered: list[NewTokens], error: BaseException
+    ) -> None:
+        """Ends the requests of every pass that is under way, and those whose tokens no one will see."""
         lost = [r for flight in self._flights for r in flight.requests]
+        lost += [new.request for new in undelivered]
         if work is not None:
             lost += [*work.admitted, *work.running, *(chunk.request for chunk in work.chunks)]
         if is_cuda_error(error):
@@ -173,10 +165,11 @@ class Core:
                 f"the engine stopped at a CUDA error with requests {numbers} in flight, batches padded to {buckets}: "
                 f"{str(error).splitlines()[0]}; make a new process"
             )
-            self._failure.__cause__ = error
-        self._forget_flights()
         for request in lost:
             self.abort(request, "error")
+        for new in undelivered:
+            new.request.finish_reason = "error"  # also where they were the last ones
+        self._forget_flights()
 
     def _forget_flights(self) -> None:
         for request in (r for flight in self._flights for r in flight.requests):
@@ -201,7 +194,7 @@ class Core:
             request.statistics.queue_seconds = now - request.arrived_at
             request.statistics.num_cached_tokens = request.num_computed
 
-    def _prefill(self, chunks: list[PrefillChunk]) -> _Flight:
+    def _prefill(self, chunks: list[PrefillChunk]) -> Flight:
         started = time.perf_counter()
         sampled = [chunk.request for chunk in chunks if chunk.samples]
         batch = self._buffers.prefill(chunks)
@@ -210,7 +203,7 @@ class Core:
             self.scheduler.prefilled(chunk)  # later passes run behind this one
         return self._flight(sampled, 1, flow, started, chunks)
 
-    def _decode(self, requests: list[Request]) -> _Flight:
+    def _decode(self, requests: list[Request]) -> Flight:
         started = time.perf_counter()
         batch = self._buffers.decode(requests, self._runner.bucket(len(requests)))
         flow = self._runner.decode(batch)
@@ -223,24 +216,26 @@ class Core:
         flow: Flow,
         started: float,
         chunks: Sequence[PrefillChunk] = (),
-    ) -> _Flight:
+    ) -> Flight:
         """What was just enqueued."""
         step = self._num_passes
         self._num_passes += flow.batch.variant.drafts  # a pass that only observes writes no ring
         for request in requests:
             request.num_in_flight += 1
         done = None
-        if self._runner.num_steps_ahead:
+        if self._runner.on_gpu:
             done = torch.cuda.Event()
             done.record()
-        return _Flight(
+        return Flight(
             requests, [r.row for r in requests], rows_per_req, step, flow.logprobs,
             chunks, flow.batch.num_reqs, started, done,
         )  # fmt: skip
 
-    def _read(self, flight: _Flight) -> list[NewTokens]:
-        """What a pass committed, once it has run."""
+    def _read(self, flight: Flight, new: list[NewTokens]) -> None:
+        """Adds what a pass committed, once it has run."""
         flight.wait()
+        if not flight.requests and not flight.chunks:
+            return
         now = time.perf_counter()
         seconds = now - max(flight.started, self._last_read)
         self._last_read = now
@@ -251,14 +246,13 @@ class Core:
         for chunk in flight.chunks:
             chunk.request.statistics.prefill_seconds += seconds
         if not flight.requests:
-            return []
+            return
         ring = self._step.state.host_ring[flight.step % OUTPUT_RING]
         rows = ring[flight.rows].tolist()
         assert all(row[0] == flight.step for row in rows), (
             "the output ring was overwritten before it was read"
         )
         logprobs = None if flight.logprobs is None else flight.logprobs.to_lists()
-        new = []
         for i, (request, row) in enumerate(zip(flight.requests, rows, strict=True)):
             request.num_in_flight -= 1
             if request.finish_reason is not None:  # it ended, or was aborted, in the meantime
@@ -268,14 +262,13 @@ class Core:
                 first = i * flight.rows_per_req
                 listed = logprobs.listed(first, row[3 : 3 + row[1]], request.params.logprobs)
             new.append(self._commit(request, row, listed, flight, seconds))
-        return new
 
     def _commit(
         self,
         request: Request,
         row: list[int],
         logprobs: list[dict[int, Logprob]] | None,
-        flight: _Flight,
+        flight: Flight,
         seconds: float,
     ) -> NewTokens:
         """One request's row of the ring: step, num_sampled, finished, tokens."""

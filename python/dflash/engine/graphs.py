@@ -27,7 +27,7 @@ logger = logging.getLogger("dflash")
 class CapturedStep:
     """Parts over one padded batch: graphs of capturable runs, and the parts between them that are not.
 
-    `flow` holds the tensors that the graphs read and write.
+    `flow` holds the tensors that pass between graphs and eager parts.
     """
 
     flow: Flow
@@ -50,6 +50,9 @@ class CapturedStep:
                     part.run(captured.flow)
             captured.flow.in_graph = False
             captured.segments.append(graph)
+        if sum(isinstance(s, torch.cuda.CUDAGraph) for s in captured.segments) == 1:
+            # NOTE: nothing outside the graph reads these: kept, no other graph could use their memory.
+            captured.flow.hidden = captured.flow.logits = None
         return captured
 
     def replay(self, variant: Variant) -> Flow:
@@ -72,6 +75,11 @@ class CapturedStep:
                 setattr(flow, f.name, fixed)
 
 
+def num_steps_ahead(device: torch.device) -> int:
+    """Passes that may be enqueued before the host has read an earlier one."""
+    return 1 if device.type == "cuda" else 0
+
+
 class GraphRunner:
     """Runs iterations: padded to a bucket, replayed where it was captured, else the same callable eagerly.
 
@@ -86,7 +94,9 @@ class GraphRunner:
     ) -> None:
         self.step = step
         self.buffers = buffers
-        self.on_gpu = step.state.step.device.type == "cuda"
+        device = step.state.step.device
+        self.on_gpu = device.type == "cuda"
+        self.num_steps_ahead = num_steps_ahead(device)
         multiple = request_multiple(buffers.num_query_per_req, buffers.tile_rows)
         pads = self.on_gpu or multiple > 1
         self.buckets = request_buckets(max_reqs, multiple) if pads else []
@@ -94,11 +104,6 @@ class GraphRunner:
         self.num_bytes = 0
         if self.on_gpu and not enforce_eager:
             self._capture()
-
-    @property
-    def num_steps_ahead(self) -> int:
-        """Passes that may be enqueued before the host has read an earlier one."""
-        return 1 if self.on_gpu else 0
 
     def bucket(self, num_reqs: int) -> int:
         """Requests that a batch of num_reqs is padded to; a CPU pads nothing unless it has to fill tiles."""

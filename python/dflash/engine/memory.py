@@ -14,7 +14,6 @@ from dflash.engine.buffers import request_buckets
 from dflash.errors import DflashError
 from dflash.models.drafter import Drafter
 from dflash.models.target import Target
-from dflash.ops.paged_attention import paged_attention_workspace_size
 from dflash.speculators.spec import Speculator
 
 CPU_CACHE_BYTES = 4 << 30
@@ -31,11 +30,11 @@ class MemoryProfile:
 
     limit: int
     others: int  # held by other engines and processes
-    weights: int
-    buffers: int  # request state, batch arrays, taps, RoPE tables
+    weights: int  # and RoPE tables
+    buffers: int  # request state, batch arrays, taps
     logits: int  # of the target and the drafter at the largest batch, processed and not
     activations: int  # of the largest batch
-    workspaces: int  # split-KV partial results
+    workspaces: int  # that attention backends keep
     graphs: int  # CUDA graph pools
 
     @property
@@ -124,13 +123,13 @@ def profile_memory(
     speculator: Speculator | None,
     buffers: list[object],
     max_rows: int,
-    max_model_len: int,
     num_query_per_req: int,
 ) -> MemoryProfile:
     """Counts everything but the caches; weights and buffers exist already."""
     models = [target, *(speculator.models if speculator else ())]
-    weights = tensor_bytes(*models)
-    held = tensor_bytes(*models, speculator, *buffers)
+    workspaces = tensor_bytes(*(model.decoder.backends for model in models))
+    weights = tensor_bytes(*models) - workspaces
+    held = tensor_bytes(*models, *buffers)
     if device.type == "cpu":
         total, others = _physical_bytes(), 0
     else:
@@ -138,17 +137,17 @@ def profile_memory(
         others = max(0, total - free - held)
     q = num_query_per_req
     logits = _logits_bytes(args.max_num_seqs, q, target, speculator)
-    # A pool holds the largest graph's intermediate tensors once more; each graph has its nodes.
+    # All graphs share the memory of the largest one's intermediate tensors; each has its nodes.
     graphs = logits + max(_activation_bytes(model, args.max_num_seqs * q) for model in models)
     graphs += GRAPH_BYTES * 2 * len(request_buckets(args.max_num_seqs))
     return MemoryProfile(
         limit=int(total * (args.gpu_memory_utilization - ALLOCATOR_SLACK)),
         others=others,
         weights=weights,
-        buffers=held - weights,
+        buffers=held - weights - workspaces,
         logits=logits,
         activations=max(_activation_bytes(model, max_rows) for model in models),
-        workspaces=sum(_workspace_bytes(m, args.max_num_seqs, q, max_model_len) for m in models),
+        workspaces=workspaces,
         graphs=0 if args.enforce_eager or device.type == "cpu" else graphs,
     )
 
@@ -166,20 +165,6 @@ def _activation_bytes(model: Target | Drafter, rows: int) -> int:
     heads = (2 * c.num_heads + 2 * c.num_kv_heads + c.num_heads) * c.head_dim
     values = 4 * c.hidden_size + heads + 3 * c.intermediate_size
     return rows * values * model.lm_head.dtype.itemsize
-
-
-def _workspace_bytes(model: Target | Drafter, max_reqs: int, q: int, max_model_len: int) -> int:
-    c = model.config.decoder
-    one = paged_attention_workspace_size(
-        num_rows=max_reqs * q,
-        num_reqs=max_reqs,
-        num_heads=c.num_heads,
-        num_kv_heads=c.num_kv_heads,
-        head_dim=c.head_dim,
-        max_query_len=q,
-        max_seq_len=max_model_len,
-    )
-    return one * len(model.decoder.backends)
 
 
 def gib(size: int) -> str:

@@ -77,8 +77,7 @@ class Scheduler:
 
     def can_grow(self) -> bool:
         """Whether every running request gets the blocks of its next iteration without taking another's."""
-        missing = sum(max(0, self._missing_blocks(request)) for request in self.running)
-        return missing <= self.pool.num_free
+        return self._growth() <= self.pool.num_free
 
     def schedule(self, prefill_budget: int | None = None) -> Schedule:
         """The next step's work; prefill and iterations alternate while both have some.
@@ -95,7 +94,7 @@ class Scheduler:
             return Schedule(admitted, self._chunks(budget), [])
         self._prefilled = False
         self._grow_running()
-        return Schedule([r for r in admitted if r.row >= 0], [], list(self.running))
+        return Schedule(admitted, [], list(self.running))
 
     def prefilled(self, chunk: PrefillChunk) -> None:
         """Records that a chunk's K/V exist; a finished prompt starts to run."""
@@ -120,22 +119,24 @@ class Scheduler:
         self._release(request)
 
     def _admit(self) -> list[Request]:
-        admitted = []
-        while self.waiting and self._free_rows and self._take_blocks(self.waiting[0]):
+        """Never on blocks that running requests need next: the newcomer would have to give them back at once."""
+        admitted, reserved = [], self._growth()
+        while self.waiting and self._free_rows and self._take_blocks(self.waiting[0], reserved):
             request = self.waiting.popleft()
             request.row = self._free_rows.popleft()
             self.prefilling.append(request)
             admitted.append(request)
         return admitted
 
-    def _take_blocks(self, request: Request) -> bool:
-        """Known blocks from the prefix cache, fresh ones for the rest; all or none."""
+    def _take_blocks(self, request: Request, reserved: int) -> bool:
+        """Known blocks from the prefix cache, fresh ones for the rest; all or none, and `reserved` stay free."""
         length = request.prefill_len
         # At least one token is computed: its row proposes, and samples where nothing is known yet.
         known = self.pool.match(request.tokens(0, length), length - 1)
         self.pool.share(known.blocks)
-        total = self.pool.blocks_for(length + self.num_lookahead_slots)
-        fresh = self.pool.allocate(total - len(known.blocks))
+        count = self.pool.blocks_for(length + self.num_lookahead_slots) - len(known.blocks)
+        fits = count + reserved <= self.pool.num_free
+        fresh = self.pool.allocate(count) if fits else None
         if fresh is None:
             self.pool.free(known.blocks)
             return False
@@ -173,6 +174,10 @@ class Scheduler:
         blocks = self.pool.allocate(missing)
         request.blocks += blocks or []
         return blocks is not None
+
+    def _growth(self) -> int:
+        """Blocks that the next iteration of all running requests needs on top of theirs."""
+        return sum(max(0, self._missing_blocks(request)) for request in self.running)
 
     def _missing_blocks(self, request: Request) -> int:
         slots = request.num_computed + self.num_lookahead_slots

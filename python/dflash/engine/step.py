@@ -62,6 +62,7 @@ class Step:
         vocab_size: columns of the target's logits that are tokens.
         method: how sampled requests accept: match, standard, block or synthetic.
         synthetic_rates: float32 [N], for method "synthetic".
+        raw_logits: [rows, V] of the largest batch, where all graphs leave the head's output; None allocates it anew.
     """
 
     target: Target
@@ -73,6 +74,7 @@ class Step:
     method: str
     taps: Taps | None = None
     synthetic_rates: torch.Tensor | None = None
+    raw_logits: torch.Tensor | None = None
     decode_parts: list[Part] = field(init=False)
     sample_parts: list[Part] = field(init=False)
 
@@ -137,7 +139,8 @@ class Step:
         if batch.logits_rows is not None:
             hidden = hidden.index_select(0, batch.logits_rows)
             flow.positions = batch.positions.index_select(0, batch.logits_rows)
-        flow.logits = flow.raw_logits = self.target.logits(hidden)
+        raw = None if self.raw_logits is None else self.raw_logits[: hidden.shape[0]]
+        flow.logits = flow.raw_logits = self.target.logits(hidden, raw)
         if not batch.variant.processes_logits:
             return
         # Where logprobs may be asked for, the model's own logits stay.

@@ -165,10 +165,14 @@ class Decoder:
         return self._norm(x, residual, self.norm, tap)
 
     def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x @ weight^T + bias, as the settings ask."""
-        return linear(x, weight, bias, self.tile_rows)
+        return linear(x, weight, bias, self.tile_rows, output)
 
     def _norm(
         self,
@@ -221,6 +225,7 @@ def attention_specs(
             query_shape=settings.query_shape,
             kv_block_size=settings.kv_block_size,
             has_sinks=has_sinks[config.layers.index(group)],
+            batch_invariant=settings.tile_rows is not None,
         )
         for group in dict.fromkeys(config.layers)
     }

@@ -16,16 +16,18 @@ def linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     tile_rows: int | None = None,
+    output: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [T, K] @ weight [M, K]^T + bias [M].
+    """x [T, K] @ weight [M, K]^T + bias [M], into `output` [T, M] where it is given.
 
     With tile_rows, T a multiple of it, every row goes through a GEMM of exactly that many rows: its bits do not depend
     on T, which otherwise chooses the library's kernel.
     """
     if tile_rows is None or x.shape[0] == tile_rows:
-        return op.linear(x, weight, bias)
+        return op.linear(x, weight, bias, output)
     assert x.shape[0] % tile_rows == 0, f"{x.shape[0]} rows do not divide into tiles of {tile_rows}"
-    output = x.new_empty(x.shape[0], weight.shape[0])
+    if output is None:
+        output = x.new_empty(x.shape[0], weight.shape[0])
     for rows, out in zip(x.split(tile_rows), output.split(tile_rows), strict=True):
         op.linear(rows, weight, bias, out)
     return output

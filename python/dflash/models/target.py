@@ -29,6 +29,6 @@ class Target:
         """Hidden states [T, H] after the final norm, of int64 ids [T]."""
         return self.decoder.forward(F.embedding(input_ids, self.embed_tokens), batch, taps)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, output: torch.Tensor | None = None) -> torch.Tensor:
         """[n, H] to [n, V]."""
-        return self.decoder.linear(hidden, self.lm_head)
+        return self.decoder.linear(hidden, self.lm_head, output=output)
