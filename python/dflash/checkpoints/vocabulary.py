@@ -33,6 +33,8 @@ def check_same_vocabulary(
     if not all(file.exists() for file in files):
         return
     (our_tokens, our_added), (their_tokens, their_added) = (_tokens(file) for file in files)
+    if not our_tokens or not their_tokens:  # of a kind that keeps its words elsewhere
+        return
     plain = (our_tokens.keys() | their_tokens.keys()) - our_added - their_added
     for token_id in sorted(plain):
         our_token, their_token = our_tokens.get(token_id), their_tokens.get(token_id)
@@ -55,7 +57,7 @@ def _shown(token: str | None) -> str:
 def _tokens(file: Path) -> tuple[dict[int, str], set[int]]:
     """Tokens by id, and the ids of those added to them."""
     tokenizer = read_json(file)
-    vocabulary = tokenizer.get("model", {}).get("vocab", {})
+    vocabulary = (tokenizer.get("model") or {}).get("vocab") or {}
     if isinstance(vocabulary, list):  # unigram: [token, score]
         tokens = {i: entry[0] for i, entry in enumerate(vocabulary)}
     else:

@@ -207,8 +207,8 @@ def assemble(
         head = target.lm_head
         raw_logits = head.new_empty(max_reqs * num_query_per_req, head.shape[0])
     profile = profile_memory(
-        args, device, target, speculator, [state, sampling, buffers, taps, raw_logits],
-        max_rows, num_query_per_req,
+        args, device, target, speculator,
+        [state, sampling, buffers, speculator, taps, raw_logits], max_rows, num_query_per_req,
     )  # fmt: skip
     models = [target, *(speculator.models if speculator else ())]
     block_bytes = sum(model.decoder.cache_bytes(args.kv_block_size) for model in models)
