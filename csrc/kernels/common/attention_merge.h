@@ -262,6 +262,7 @@ __device__ __forceinline__ void cluster_wait() {
 template <typename T, int D, typename L>
 __device__ __forceinline__ void merge_splits(const PagedAttentionParams& p, const Plan& plan,
                                              const Work& w, uint8_t* smem, int rank) {
+  __syncwarp();
   if (plan.num_ctas == 1) {
     __syncthreads();
     return merge_rows<T, D, L>(p, plan, w, smem, rank);
@@ -269,6 +270,7 @@ __device__ __forceinline__ void merge_splits(const PagedAttentionParams& p, cons
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   cluster_wait();
   merge_rows<T, D, L>(p, plan, w, smem, rank);
+  __syncwarp();
   // No CTA may leave while another reads its shared memory; all that was read has been used.
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   cluster_wait();

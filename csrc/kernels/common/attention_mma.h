@@ -129,6 +129,7 @@ struct Stager {
   __device__ __forceinline__ void wait() const {
     cp_async_wait<kPending>();
     if constexpr (L::kWgmma) fence_async_proxy();
+    __syncwarp();  // NOTE: lanes may come apart over their copies; the barrier wants whole warps.
     __syncthreads();
   }
 
@@ -151,6 +152,7 @@ struct Stager {
       store_vec<4>(reinterpret_cast<uint32_t*>(to), out);
     }
     if constexpr (L::kWgmma) fence_async_proxy();
+    __syncwarp();
     __syncthreads();
     return smem_address(stages);
   }
@@ -279,6 +281,7 @@ __global__ void __launch_bounds__(kThreads, ctas_per_sm(kWgmma))
     if (!starts_at_0) block[j] = stager.find_block(key);
     if (i < L::kNumSlots) stager.slots[i] = stager.find_slot(block[j], key);
   }
+  __syncwarp();
   __syncthreads();
   if constexpr (L::kStagesQuery) stage_query<D, L>(p, plan, w, smem);
 #pragma unroll 1
@@ -330,6 +333,7 @@ __global__ void __launch_bounds__(kThreads, ctas_per_sm(kWgmma))
   }
 
   cp_async_wait<0>();
+  __syncwarp();
   __syncthreads();
   if (plan.num_splits == 1) return store_results<T, D, L>(p, plan, w, smem, warp_row, rows, acc);
   put_results<L, D>(smem, warp_n, warp_row, rows, acc, w.deal.count > 0);
