@@ -29,3 +29,21 @@ def test_a_cuda_error_stops_the_engine_and_names_requests_and_bucket(target, dra
     with pytest.raises(DflashError, match="the engine stopped"):
         llm.generate(PROMPTS[:1], greedy_params(NUM_TOKENS))
     assert not llm.core.scheduler.has_work
+
+
+def test_a_device_lost_behind_another_error_stops_the_engine_too(target, draft, monkeypatch):
+    llm = make_llm(target, draft, max_model_len=64)
+
+    class Lost:
+        def item(self):
+            raise RuntimeError("CUDA error: unspecified launch failure")
+
+    def fail(batch):
+        monkeypatch.setattr(llm.core._step, "state", type("State", (), {"step": Lost()})())
+        raise ValueError("out of luck")
+
+    monkeypatch.setattr(llm.core._runner, "decode", fail)
+    with pytest.raises(DflashError, match="unspecified launch failure"):
+        llm.generate(PROMPTS, greedy_params(NUM_TOKENS))
+    with pytest.raises(DflashError, match="make a new process"):
+        llm.generate(PROMPTS[:1], greedy_params(NUM_TOKENS))

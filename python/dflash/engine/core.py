@@ -175,9 +175,12 @@ class Core:
         for request in (r for flight in self._flights for r in flight.requests):
             request.num_in_flight = 0
         self._flights.clear()
-        if self._failure is None:
-            # A pass may have broken off before it counted itself.
+        if self._failure is not None:
+            return
+        try:  # a pass may have broken off before it counted itself
             self._num_passes = int(self._step.state.step.item())
+        except RuntimeError as error:  # the device was lost behind the error that brought us here
+            self._failure = DflashError(f"the engine stopped: {error}; make a new process")
 
     def _admit(self, requests: list[Request]) -> None:
         if not requests:
