@@ -106,11 +106,9 @@ cudaError_t launch(const AddRmsNormParams& p, cudaStream_t stream) {
                             rows_are_vectorizable<T>(p.output, p.output_stride, p.size) &&
                             rows_are_vectorizable<T>(p.tap, p.tap_stride, p.size) &&
                             rows_are_vectorizable<T>(p.weight, 0, p.size);
+  // NOTE: the number of rows must not choose: a row's bits would depend on the rows beside it.
   if (!vectorizable) return launch_with<T, 1, 4>(p, stream);
-  // Few rows leave SMs idle: one vector a thread is the shortest path. Many rows fill them: fewer,
-  // busier threads.
-  if (p.num_rows <= 256) return launch_with<T, kVec<T>, 1>(p, stream);
-  return launch_with<T, kVec<T>, 4>(p, stream);
+  return launch_with<T, kVec<T>, 1>(p, stream);
 }
 
 }  // namespace

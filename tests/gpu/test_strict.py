@@ -8,7 +8,7 @@ import hashlib
 
 import pytest
 
-from dflash import LLM, SamplingParams
+from dflash import LLM, RequestOutput, SamplingParams
 
 pytestmark = pytest.mark.gpu
 
@@ -20,24 +20,19 @@ QUESTIONS = [
     "List the planets of the solar system.",
     "Write a haiku about memory.",
     "Complete this Python function: def is_prime(n):",
+    # Last, so that it is the one preempted: more rows than any kernel's shape for few rows.
+    "What is most expensive? " + " ".join(f"Item {i} costs {i * 37 % 100}." for i in range(150)),
 ]
 REFERENCE = {"draft": None, "max_num_seqs": 1, "enforce_eager": True}
 VARIANTS = {
-    "batch": {"draft": None, "max_num_seqs": 6},
+    "batch": {"draft": None, "max_num_seqs": 7},
     "graph": {"draft": None, "max_num_seqs": 1},
     "drafter": {"draft": "demo", "max_num_seqs": 1},
     "drafter, batch": {"draft": "demo", "max_num_seqs": 4},
     "N = 3": {"draft": "demo", "max_num_seqs": 4, "num_speculative_tokens": 3},
-    "chunks": {"draft": "demo", "max_num_seqs": 6, "max_num_batched_tokens": 17},
-    "preemption": {"draft": "demo", "max_num_seqs": 6, "num_gpu_blocks_override": 40},
+    "chunks": {"draft": "demo", "max_num_seqs": 7, "max_num_batched_tokens": 17},
+    "preemption": {"draft": "demo", "max_num_seqs": 7, "num_gpu_blocks_override": 150},
     "prefix hits": {"draft": "demo", "max_num_seqs": 2, "enable_prefix_caching": True},
-}
-
-
-OPEN = {
-    "preemption": pytest.mark.xfail(
-        reason="tokens are the same; 6 of 720 rows of logits were other bits on an H200, not yet explained"
-    )
 }
 
 
@@ -76,12 +71,12 @@ class LogitsRecorder:
                 self.rows.setdefault((hash(prompt), positions[i]), set()).add(digest)
 
 
-def record(arguments: dict) -> tuple[LogitsRecorder, list[list[int]], LLM]:
+def record(arguments: dict) -> tuple[LogitsRecorder, list[RequestOutput], LLM]:
     gc.collect()
     defaults = {
         "device": "cuda",
         "dtype": "bfloat16",
-        "max_model_len": 1024,
+        "max_model_len": 4096,
         "enable_prefix_caching": False,
         "kv_cache_memory_bytes": 1 << 30,
         "strict": True,
@@ -92,29 +87,32 @@ def record(arguments: dict) -> tuple[LogitsRecorder, list[list[int]], LLM]:
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     if arguments.get("enable_prefix_caching"):
         llm.generate(prompts, params)
-    outputs = llm.generate(prompts, params)
-    return recorder, [o.outputs[0].token_ids for o in outputs], llm
+    return recorder, llm.generate(prompts, params), llm
+
+
+def token_ids(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
 
 
 @pytest.fixture(scope="module")
 def reference():
-    recorder, tokens, _ = record(REFERENCE)
+    recorder, outputs, _ = record(REFERENCE)
     assert len(recorder.rows) == len(QUESTIONS) * NUM_TOKENS
     assert all(len(digests) == 1 for digests in recorder.rows.values())
-    return recorder.rows, tokens
+    return recorder.rows, token_ids(outputs)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=OPEN.get(n, ())) for n in VARIANTS])
+@pytest.mark.parametrize("name", VARIANTS)
 def test_logits_are_the_same_bits(name, reference):
-    recorder, tokens, llm = record(VARIANTS[name])
+    recorder, outputs, llm = record(VARIANTS[name])
     rows, expected = reference
-    assert tokens == expected
+    assert token_ids(outputs) == expected
     assert set(rows) <= set(recorder.rows)
     different = [key for key in rows if recorder.rows[key] != rows[key]]
     assert not different, [
         (prompt % 1000, at, len(recorder.rows[prompt, at])) for prompt, at in different
     ]
     if name == "preemption":
-        assert llm.core.scheduler.num_preemptions > 0
+        assert outputs[-1].statistics.num_preemptions > 0
     if name == "prefix hits":
         assert llm.statistics.num_cached_tokens > 100

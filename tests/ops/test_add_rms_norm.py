@@ -39,6 +39,18 @@ def test_add_rms_norm_equals_reference(device, dtype, size, rows):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [17, 576, 4096])
+def test_the_bits_of_a_row_do_not_depend_on_the_number_of_rows(device, dtype, size):
+    x, residual, weight = make(1500, size, dtype, device)
+    alone = torch.cat(
+        [add_rms_norm(x[i : i + 1], residual[i : i + 1].clone(), weight, EPS) for i in range(8)]
+    )
+    together = add_rms_norm(x, residual, weight, EPS)[:8]
+    torch.testing.assert_close(together, alone, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [17, 576, 4096])
 def test_tap_is_the_new_residual_in_its_columns_only(device, dtype, size):
     x, residual, weight = make(5, size, dtype, device)
     taps, check_guards = guarded((6, 3 * size), dtype, device)
