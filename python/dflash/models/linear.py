@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from dflash.ops import linear as op
+from dflash.ops import linear_silu_mul as fused_op
 
 STRICT_ROWS = 128
 """Rows of every GEMM of a strict target: as many as cost little more than one."""
@@ -23,14 +26,30 @@ def linear(
     With tile_rows, T a multiple of it, every row goes through a GEMM of exactly that many rows: its bits do not depend
     on T, which otherwise chooses the library's kernel.
     """
-    if tile_rows is None or x.shape[0] == tile_rows:
-        return op.linear(x, weight, bias, output)
-    assert x.shape[0] % tile_rows == 0, f"{x.shape[0]} rows do not divide into tiles of {tile_rows}"
     if output is None:
         output = x.new_empty(x.shape[0], weight.shape[0])
-    for rows, out in zip(x.split(tile_rows), output.split(tile_rows), strict=True):
+    for rows, out in _tiles(x, output, tile_rows):
         op.linear(rows, weight, bias, out)
     return output
 
 
-__all__ = ["STRICT_ROWS", "linear"]
+def linear_silu_mul(
+    x: torch.Tensor, weight: torch.Tensor, tile_rows: int | None = None
+) -> torch.Tensor:
+    """silu(gate) * up [T, I] of [gate, up] = x [T, K] @ weight [2 * I, K]^T; tile_rows as in `linear`."""
+    output = x.new_empty(x.shape[0], weight.shape[0] // 2)
+    for rows, out in _tiles(x, output, tile_rows):
+        fused_op.linear_silu_mul(rows, weight, out)
+    return output
+
+
+def _tiles(
+    x: torch.Tensor, output: torch.Tensor, tile_rows: int | None
+) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    if tile_rows is None or x.shape[0] == tile_rows:
+        return ((x, output),)
+    assert x.shape[0] % tile_rows == 0, f"{x.shape[0]} rows do not divide into tiles of {tile_rows}"
+    return zip(x.split(tile_rows), output.split(tile_rows), strict=True)
+
+
+__all__ = ["STRICT_ROWS", "linear", "linear_silu_mul"]
