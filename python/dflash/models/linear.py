@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
+from dflash.log import log_once
 from dflash.ops import linear as op
 from dflash.ops import linear_silu_mul as fused_op
 
@@ -52,4 +53,16 @@ def _tiles(
     return zip(x.split(tile_rows), output.split(tile_rows), strict=True)
 
 
-__all__ = ["STRICT_ROWS", "linear", "linear_silu_mul"]
+def log_unstreamed(weights: Iterable[torch.Tensor]) -> None:
+    """Says once, of each shape, that a 16-bit matrix on a GPU goes through the library's GEMM at any number of rows."""
+    for weight in weights:
+        if not weight.is_cuda or weight.dtype == torch.float32:
+            continue
+        if op.linear_plan(weight[:1], weight) is None:
+            log_once(
+                f"linear: weights {list(weight.shape)} are not streamed: that takes sm_90 and rows that are whole, "
+                "aligned 16-byte words; the library's GEMM serves"
+            )
+
+
+__all__ = ["STRICT_ROWS", "linear", "linear_silu_mul", "log_unstreamed"]
