@@ -68,7 +68,7 @@ fi
 
 if [ $soak = 1 ]; then
   "$python" -m tests.soak --minutes 3 --device cuda --dtype bfloat16 --num-speculative-tokens 7 \
-    --json "$build.soak.json" || failed+=("soak")
+    --min-iterations 20000 --json "$build.soak.json" || failed+=("soak")
 fi
 
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
