@@ -8,6 +8,7 @@
 
 #include "attention_merge.h"
 #include "attention_warp.h"
+#include "overlap.h"
 
 namespace dflash::attention {
 
@@ -259,9 +260,8 @@ __global__ void __launch_bounds__(kThreads, ctas_per_sm(kWgmma))
                            const __grid_constant__ Plan plan) {
   using L = Tile<D, kWarpsM, kWgmma && kDeviceHasWgmma>;
   extern __shared__ __align__(1024) uint8_t smem[];
-  // Every CTA waits, also one without work: a successor may only start when all before it is done.
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  wait_for_predecessor();
+  let_successor_start();
   const int rank = blockIdx.x & (plan.num_ctas - 1);
   Stager<T, D, L, kFp8> stager(p, plan, smem);
   // Without a window the first steps are known before the lengths: one latency for both.
