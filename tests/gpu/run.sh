@@ -62,7 +62,7 @@ if [ $sanitize = 1 ]; then
     sanitize_with $tool
   done
 else
-  ctest --test-dir "$build" -L gpu --no-tests=error --output-on-failure || failed+=("ctest -L gpu")
+  ctest --test-dir "$build" -L gpu -j 8 --no-tests=error --output-on-failure || failed+=("ctest -L gpu")
   "$python" -m pytest -m gpu -q -p no:cacheprovider tests || failed+=("pytest -m gpu")
 fi
 
