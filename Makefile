@@ -59,6 +59,7 @@ wheel: $(VENV)/.ready $(CUTLASS)
 
 docs: $(VENV)/.ready
 	$(BIN)/python docs/generate_ops.py
+	$(BIN)/python docs/generate_header.py
 
 mutants: $(VENV)/.test-ready
 	$(BIN)/python tests/mutants.py
