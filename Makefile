@@ -71,7 +71,7 @@ mutants: $(VENV)/.test-ready
 	$(BIN)/python tests/mutants.py
 
 clean:
-	rm -rf build dist $(VENV) python/dflash/lib python/dflash/_C.*.so python/*.egg-info
+	rm -rf build dist $(VENV) python/dflash/lib python/dflash/include python/dflash/_C.*.so python/*.egg-info
 
 googletest:
 	@has() { echo '#include <gtest/gtest.h>' | $(CXX) -E -x c++ - >/dev/null 2>&1; }; \

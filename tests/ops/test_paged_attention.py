@@ -10,7 +10,7 @@ from dflash.ops.paged_attention import (
     paged_attention_workspace_size,
 )
 
-from .support import DEVICES, DTYPES, RELATIVE_ERROR, assert_close, guarded
+from .support import DEVICES, DTYPES, RELATIVE_ERROR, assert_close, check_op, guarded
 
 QUERY_LENS = [1, 2, 16, 17, 33, 129]
 CONTEXT_LENS = [0, 1, 15, 16, 17, 100, 1000]
@@ -396,7 +396,7 @@ def test_paged_attention_opcheck():
     batch = make_batch([(2, 30)])
     args = (*batch.args(), -1, -1, None, None, None, 0, torch.empty_like(batch.query))
     workspace = torch.empty(0, dtype=torch.uint8)
-    torch.library.opcheck(torch.ops.dflash.paged_attention.default, (*args, workspace))
+    check_op(torch.ops.dflash.paged_attention.default, (*args, workspace))
 
 
 @pytest.mark.gpu
