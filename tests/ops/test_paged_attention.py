@@ -6,7 +6,7 @@ import torch
 
 from dflash.ops.paged_attention import paged_attention, paged_attention_reference
 
-from .support import DEVICES, DTYPES, RELATIVE_ERROR, assert_close, guarded
+from .support import DEVICES, DTYPES, RELATIVE_ERROR, assert_close, check_op, guarded
 
 QUERY_LENS = [1, 2, 16, 17, 33, 129]
 CONTEXT_LENS = [0, 1, 15, 16, 17, 100, 1000]
@@ -382,7 +382,7 @@ def test_paged_attention_refuses_bad_input():
 def test_paged_attention_opcheck():
     batch = make_batch([(2, 30)])
     args = (*batch.args(), -1, -1, None, None, None, 0, torch.empty_like(batch.query))
-    torch.library.opcheck(torch.ops.dflash.paged_attention.default, args)
+    check_op(torch.ops.dflash.paged_attention.default, args)
 
 
 @pytest.mark.gpu
