@@ -4,6 +4,7 @@
 #include "silu_mul.h"
 
 #include "common/overlap.h"
+#include "common/silu.h"
 #include "common/vec.h"
 
 namespace dflash {
@@ -25,8 +26,7 @@ __global__ void __launch_bounds__(kThreads) silu_mul_kernel(const SiluMulParams 
     Vec<T, kN> out;
 #pragma unroll
     for (int i = 0; i < kN; ++i) {
-      const float x = to_float(g.x[i]);
-      out.x[i] = from_float<T>(x / (1.0f + __expf(-x)) * to_float(u.x[i]));
+      out.x[i] = from_float<T>(silu_mul_of(to_float(g.x[i]), to_float(u.x[i])));
     }
     store_vec<kN>(static_cast<T*>(p.output) + r * p.output_stride + column, out);
   }

@@ -19,6 +19,7 @@
 #include <cstdint>
 #include <optional>
 #include <string_view>
+#include <vector>
 
 namespace dflash {
 namespace detail {
@@ -217,12 +218,28 @@ inline void add_rms_norm(const std::optional<at::Tensor>& x, at::Tensor residual
   return op.call(x, residual, weight, eps, output, tap);
 }
 
-// output = x @ weight^T + bias. fp32 rows up to 32 on a CPU: each weight is read once, and a row's bits do not depend
-// on the number of rows. Everything else is the library's GEMM.
+// output = x @ weight^T + bias. At most 128 fp16 or bf16 rows on sm_90 (16-byte aligned) and at most 32 fp32 rows on a
+// CPU: each weight is read once, and a row's bits do not depend on the number of rows. Everything else is the library's
+// GEMM.
 inline void linear(const at::Tensor& x, const at::Tensor& weight,
                    const std::optional<at::Tensor>& bias, at::Tensor output) {
   static const auto op = detail::find<decltype(linear)>("dflash::linear");
   return op.call(x, weight, bias, output);
+}
+
+// The kernel of linear for these operands: [rows, warpgroups, splits] of the streaming GEMM (x is padded to so many
+// rows, a tile has 64 outputs a warpgroup, K is summed in so many parts), or nothing where it does not serve. splits
+// alone orders a sum, and does not depend on the number of rows.
+inline std::vector<int64_t> linear_plan(const at::Tensor& x, const at::Tensor& weight) {
+  static const auto op = detail::find<decltype(linear_plan)>("dflash::linear_plan");
+  return op.call(x, weight);
+}
+
+// output = silu(x @ gate^T) * (x @ up^T), weight [2 * I, K] = gate then up, both products rounded as linear's. One
+// kernel where linear streams the weights and I % 8 is 0, with the bits of linear and silu_mul; else these two.
+inline void linear_silu_mul(const at::Tensor& x, const at::Tensor& weight, at::Tensor output) {
+  static const auto op = detail::find<decltype(linear_silu_mul)>("dflash::linear_silu_mul");
+  return op.call(x, weight, output);
 }
 
 // output = silu(gate) * up, gate_up [T, 2 * I] = gate then up.

@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from dflash.checkpoints.weights import Matrix
+from dflash.log import log_once
 from dflash.ops import linear as op
+from dflash.ops import linear_silu_mul as fused_op
+from dflash.ops.silu_mul import silu_mul
 
 STRICT_ROWS = 128
 """Rows of every GEMM of a strict target: as many as cost little more than one."""
@@ -30,14 +35,34 @@ def linear(
         assert bias is None or isinstance(bias, tuple)
         return _below_each_other(x, weight, bias, tile_rows, output)
     assert not isinstance(bias, tuple)
-    if tile_rows is None or x.shape[0] == tile_rows:
-        return op.linear(x, weight, bias, output)
-    assert x.shape[0] % tile_rows == 0, f"{x.shape[0]} rows do not divide into tiles of {tile_rows}"
     if output is None:
         output = x.new_empty(x.shape[0], weight.shape[0])
-    for rows, out in zip(x.split(tile_rows), output.split(tile_rows), strict=True):
+    for rows, out in _tiles(x, output, tile_rows):
         op.linear(rows, weight, bias, out)
     return output
+
+
+def linear_silu_mul(x: torch.Tensor, weight: Matrix, tile_rows: int | None = None) -> torch.Tensor:
+    """silu(gate) * up [T, I] of [gate, up] = x [T, K] @ weight [2 * I, K]^T; the rest as in `linear`."""
+    if isinstance(weight, tuple):
+        return silu_mul(linear(x, weight, None, tile_rows))
+    output = x.new_empty(x.shape[0], weight.shape[0] // 2)
+    for rows, out in _tiles(x, output, tile_rows):
+        fused_op.linear_silu_mul(rows, weight, out)
+    return output
+
+
+def log_unstreamed(weights: Iterable[Matrix]) -> None:
+    """Says once, of each shape, that a 16-bit matrix on a GPU goes through the library's GEMM at any number of rows."""
+    for matrix in weights:
+        for weight in matrix if isinstance(matrix, tuple) else (matrix,):
+            if not weight.is_cuda or weight.dtype == torch.float32:
+                continue
+            if op.linear_plan(weight[:1], weight) is None:
+                log_once(
+                    f"linear: weights {list(weight.shape)} are not streamed: that takes sm_90 and rows that are "
+                    "whole, aligned 16-byte words; the library's GEMM serves"
+                )
 
 
 def _below_each_other(
@@ -55,4 +80,13 @@ def _below_each_other(
     return output
 
 
-__all__ = ["STRICT_ROWS", "linear"]
+def _tiles(
+    x: torch.Tensor, output: torch.Tensor, tile_rows: int | None
+) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    if tile_rows is None or x.shape[0] == tile_rows:
+        return ((x, output),)
+    assert x.shape[0] % tile_rows == 0, f"{x.shape[0]} rows do not divide into tiles of {tile_rows}"
+    return zip(x.split(tile_rows), output.split(tile_rows), strict=True)
+
+
+__all__ = ["STRICT_ROWS", "linear", "linear_silu_mul", "log_unstreamed"]
