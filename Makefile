@@ -20,6 +20,7 @@ BUILD_INPUTS := CMakeLists.txt setup.py pyproject.toml $(shell find csrc third_p
 # CUTLASS's headers only, beside the environment: the package's own dependencies are not wanted in it.
 CUTLASS := $(if $(shell command -v nvcc),build/cutlass/cutlass_library/source)
 CUTLASS_FLAG := $(if $(CUTLASS),-DCUTLASS_DIR=$(abspath $(CUTLASS)))
+MANYLINUX := manylinux_2_35_x86_64
 JOBS := $(or $(MAX_JOBS),$(shell nproc))
 # The CUDA library needs a CUDA build of torch to load, so the demo on a CPU build does not compile it.
 CUDA_OF_TORCH = $$($(BIN)/python -c "import torch; print('AUTO' if torch.version.cuda else 'OFF')")
@@ -53,18 +54,24 @@ lint: $(VENV)/.lint-ready
 	@if $(BIN)/pyright --version >/dev/null 2>&1; then $(BIN)/pyright --pythonpath $(BIN)/python; \
 	else echo "pyright cannot start here (it needs node or the npm registry): types not checked"; fi
 
-wheel: $(VENV)/.ready $(CUTLASS)
-	rm -rf build/lib.* build/bdist.*
-	DFLASH_CUDA=$(DFLASH_CUDA) CMAKE_ARGS="$(CUTLASS_FLAG)" MAX_JOBS=$(JOBS) $(PIP) wheel --no-build-isolation --no-deps -w dist .
+# On ctest's build folder: what is compiled there is not compiled again. auditwheel reads the tag off the symbols.
+wheel: $(VENV)/.wheel-ready $(CUTLASS)
+	rm -rf build/lib.* build/bdist.* build/wheel
+	DFLASH_CUDA=$(DFLASH_CUDA) DFLASH_BUILD_DIR=build/cmake CMAKE_ARGS="$(CUTLASS_FLAG)" MAX_JOBS=$(JOBS) \
+	  $(PIP) wheel --no-build-isolation --no-deps -w build/wheel .
+	$(BIN)/auditwheel repair --plat $(MANYLINUX) --only-plat --exclude 'libtorch*' --exclude 'libc10*' \
+	  -w dist build/wheel/dflash_cuda-*.whl
+	$(BIN)/python tests/check_wheel.py dist/dflash_cuda-*$(MANYLINUX).whl
 
 docs: $(VENV)/.ready
 	$(BIN)/python docs/generate_ops.py
+	$(BIN)/python docs/generate_header.py
 
 mutants: $(VENV)/.test-ready
 	$(BIN)/python tests/mutants.py
 
 clean:
-	rm -rf build dist $(VENV) python/dflash/lib python/dflash/_C.*.so python/*.egg-info
+	rm -rf build dist $(VENV) python/dflash/lib python/dflash/include python/dflash/_C.*.so python/*.egg-info
 
 googletest:
 	@has() { echo '#include <gtest/gtest.h>' | $(CXX) -E -x c++ - >/dev/null 2>&1; }; \
@@ -96,6 +103,10 @@ $(VENV)/.ready: $(VENV)/.tools $(BUILD_INPUTS) | $(CUTLASS)
 
 $(VENV)/.test-ready: $(VENV)/.ready
 	@$(PIP) install --quiet "dflash-cuda[test]"
+	@touch $@
+
+$(VENV)/.wheel-ready: $(VENV)/.ready
+	@$(PIP) install --quiet "dflash-cuda[wheel]"
 	@touch $@
 
 $(VENV)/.lint-ready: $(VENV)/.ready

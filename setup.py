@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the op libraries and dflash._C with CMake; everything else is in pyproject.toml.
 
-DFLASH_CUDA (AUTO, ON, OFF), CMAKE_ARGS and MAX_JOBS are read from the environment.
+DFLASH_CUDA (AUTO, ON, OFF), DFLASH_BUILD_DIR (CMake's build folder, to build on one that is there), CMAKE_ARGS and
+MAX_JOBS are read from the environment.
 """
 
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 import cmake
 import ninja
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
@@ -34,7 +36,8 @@ class CMakeBuild(build_ext):
         built = Path(self.get_ext_fullpath(ext.name)).parent.resolve()
         editable = self.editable_mode or self.inplace
         package = ROOT / "python" / "dflash" if editable else built
-        build = str(ROOT / "build" / "cmake" if editable else Path(self.build_temp).resolve())
+        temporary = os.environ.get("DFLASH_BUILD_DIR", self.build_temp)
+        build = str(ROOT / "build" / "cmake" if editable else Path(temporary).resolve())
         run(
             "cmake", "-S", str(ROOT), "-B", build, "-G", "Ninja",
             f"-DPython_EXECUTABLE={sys.executable}",
@@ -49,4 +52,14 @@ class CMakeBuild(build_ext):
             shutil.copy2(next(package.glob("_C.*.so")), built)
 
 
-setup(ext_modules=[Extension("dflash._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
+class AnyPython(bdist_wheel):
+    """The op libraries stand on torch's stable ABI and know no Python, and dflash._C is optional: one wheel for all."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+setup(
+    ext_modules=[Extension("dflash._C", sources=[])],
+    cmdclass={"build_ext": CMakeBuild, "bdist_wheel": AnyPython},
+)

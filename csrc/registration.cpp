@@ -56,14 +56,8 @@ STABLE_TORCH_LIBRARY(dflash, m) {
   m.def(
       "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor seq_lens, "
       "Tensor query_start_loc, int max_query_len, int max_seq_len, float scale, bool causal, int window_left, "
-      "int window_right, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, int num_splits, Tensor(a!) output, "
-      "Tensor(b!) workspace) -> ()");
-
-  // Bytes of workspace that paged_attention needs for any batch within these limits: 0, since splits meet in the shared
-  // memory of a cluster.
-  m.def(
-      "paged_attention_workspace_size(int num_rows, int num_reqs, int num_heads, int num_kv_heads, int head_dim, "
-      "int max_query_len, int max_seq_len) -> int");
+      "int window_right, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, int num_splits, "
+      "Tensor(a!) output) -> ()");
 
   // Draft tokens from logits rows [R * N, >= V]: argmax where temperatures is absent or 0, else Gumbel-max with the
   // draft stream keyed by (seed, anchor position, offset, token). Row j belongs to offset first_column + j % N + 1 and is

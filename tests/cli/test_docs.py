@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-import importlib.util
+import importlib
 from pathlib import Path
 
 import pytest
@@ -10,20 +10,22 @@ import dflash  # noqa: F401 - registers the ops
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def generator():
-    spec = importlib.util.spec_from_file_location("generate_ops", ROOT / "docs" / "generate_ops.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def load(monkeypatch):
+    """A generator of docs/, by its name."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    return importlib.import_module
 
 
-def test_ops_md_is_up_to_date(generator):
+@pytest.mark.parametrize("name", ["generate_ops", "generate_header"])
+def test_generated_files_are_up_to_date(load, name):
+    generator = load(name)
     expected = generator.render(generator.REGISTRATION.read_text())
-    assert generator.OUTPUT.read_text() == expected, "docs/ops.md is stale: run `make docs`"
+    assert generator.OUTPUT.read_text() == expected, f"{generator.OUTPUT} is stale: run `make docs`"
 
 
-def test_every_registered_op_is_documented(generator):
+def test_every_registered_op_is_documented(load):
+    generator = load("generate_ops")
     _, ops = generator.read_registration(generator.REGISTRATION.read_text())
     registered = {
         name.removeprefix("dflash::").partition(".")[0]
@@ -32,3 +34,12 @@ def test_every_registered_op_is_documented(generator):
     }
     assert registered == {op.name for op in ops}
     assert all(op.meaning for op in ops)
+
+
+def test_the_header_has_every_op(load):
+    """The dispatcher compares each declaration with its schema when it is first called: examples/cpp."""
+    ops, header = load("generate_ops"), load("generate_header")
+    _, schemas = ops.read_registration(ops.REGISTRATION.read_text())
+    text = header.OUTPUT.read_text()
+    for op in schemas:
+        assert f'find<decltype({op.name})>("dflash::{op.name}")' in text

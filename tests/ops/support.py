@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -43,3 +44,41 @@ def assert_close(actual, expected, tolerance=None):
     assert error < tolerance, (
         f"relative error {error:.3e} >= {tolerance:.1e}, worst at {(a - e).abs().argmax()}"
     )
+
+
+def copied(arguments):
+    return tree_map_only(torch.Tensor, torch.clone, arguments)
+
+
+def assert_same_tensors(actual, expected):
+    """Bit by bit, in nested lists; what is no tensor is not compared."""
+    pairs = zip(tree_leaves(actual), tree_leaves(expected), strict=True)
+    for i, (a, e) in enumerate(pairs):
+        if isinstance(e, torch.Tensor):
+            torch.testing.assert_close(a, e, rtol=0, atol=0, equal_nan=True, msg=f"argument {i}")
+
+
+class Calls(torch.nn.Module):
+    """A module for torch.export that calls an op."""
+
+    def __init__(self, op):
+        super().__init__()
+        self.op = op
+
+    def forward(self, *arguments):
+        return self.op(*arguments)
+
+
+def check_op(op, arguments):
+    """opcheck; and torch.compile(fullgraph=True) and torch.export write what the op itself writes."""
+    torch.library.opcheck(op, arguments)
+    expected = copied(arguments)
+    op(*expected)
+    compiled = copied(arguments)
+    torch.compiler.reset()
+    torch.compile(lambda *x: op(*x), fullgraph=True)(*compiled)
+    assert_same_tensors(compiled, expected)
+    exported = copied(arguments)
+    program = torch.export.export(Calls(op), tuple(copied(arguments)))
+    program.run_decompositions({}).module()(*exported)
+    assert_same_tensors(exported, expected)

@@ -22,7 +22,7 @@ from .batches import (
     on,
     random_idx_mapping,
 )
-from .support import DEVICES
+from .support import DEVICES, check_op
 
 STOP = 2
 
@@ -287,4 +287,4 @@ def test_advance_opcheck(num_stop_ids, counted):
     rng = torch.Generator().manual_seed(0)
     batch = random_batch(rng, 3, 2, 4, 4, num_stop_ids)
     state = random_state(rng, 4, 4, 3, 1, counted)
-    torch.library.opcheck(torch.ops.dflash.advance.default, (*batch.values(), *state))
+    check_op(torch.ops.dflash.advance.default, (*batch.values(), *state))

@@ -18,7 +18,7 @@ from .batches import (
     random_block_table,
     random_idx_mapping,
 )
-from .support import DEVICES
+from .support import DEVICES, check_op
 
 MASK = 123
 
@@ -337,4 +337,4 @@ def test_build_query_refuses_bad_input(change, message):
 def test_build_query_opcheck():
     batch = random_batch(torch.Generator(), 3, 2, [4, 16], 3, 50, False, 6, 2)
     rows = poisoned_like(build_query_reference(**batch), "cpu")
-    torch.library.opcheck(torch.ops.dflash.build_query.default, (*batch.values(), *rows))
+    check_op(torch.ops.dflash.build_query.default, (*batch.values(), *rows))

@@ -17,7 +17,7 @@ from .batches import (
     random_block_table,
     random_idx_mapping,
 )
-from .support import DEVICES
+from .support import DEVICES, check_op
 
 
 def verify_rows(device, **batch):
@@ -214,4 +214,4 @@ def test_build_verify_refuses_bad_input(change, message):
 def test_build_verify_opcheck():
     batch = random_batch(torch.Generator(), 3, 2, 3, 4, 50, 6)
     rows = poisoned_like(build_verify_reference(**batch), "cpu")
-    torch.library.opcheck(torch.ops.dflash.build_verify.default, (*batch.values(), *rows))
+    check_op(torch.ops.dflash.build_verify.default, (*batch.values(), *rows))

@@ -13,7 +13,7 @@ from .kv_support import (
     make_rope,
     make_slots,
 )
-from .support import DEVICES, DTYPES
+from .support import DEVICES, DTYPES, check_op
 
 EPS = 1e-6
 
@@ -252,4 +252,4 @@ def test_messages_name_the_tensor(change, message):
 
 def test_opcheck():
     arguments = make(3, bias=True)
-    torch.library.opcheck(torch.ops.dflash.precompute_context_kv.default, tuple(arguments.values()))
+    check_op(torch.ops.dflash.precompute_context_kv.default, tuple(arguments.values()))

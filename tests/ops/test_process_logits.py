@@ -4,7 +4,7 @@ import torch
 
 from dflash.ops.process_logits import IN_PROMPT, process_logits, process_logits_reference
 
-from .support import DEVICES, DTYPES, guarded, to_device
+from .support import DEVICES, DTYPES, check_op, guarded, to_device
 
 GAP = 1e-5
 """Mass, and relative min_p, within which float32 and float64 may end the kept part differently."""
@@ -496,4 +496,4 @@ def test_opcheck(names):
         for argument in torch.ops.dflash.process_logits.default._schema.arguments
     ]
     values[-1] = torch.zeros(case["logits"].shape)
-    torch.library.opcheck(torch.ops.dflash.process_logits.default, tuple(values))
+    check_op(torch.ops.dflash.process_logits.default, tuple(values))

@@ -13,7 +13,7 @@ from .kv_support import (
     make_rope,
     make_slots,
 )
-from .support import DEVICES, DTYPES, assert_close, guarded
+from .support import DEVICES, DTYPES, assert_close, check_op, guarded
 
 EPS = 1e-6
 
@@ -256,4 +256,4 @@ def test_messages_name_the_tensor(change, message):
 def test_opcheck():
     arguments = make(3, value_scale=2.0)
     arguments["query"] = torch.empty(3, 4, 64)
-    torch.library.opcheck(torch.ops.dflash.qk_norm_rope_store.default, tuple(arguments.values()))
+    check_op(torch.ops.dflash.qk_norm_rope_store.default, tuple(arguments.values()))

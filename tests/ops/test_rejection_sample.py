@@ -5,7 +5,7 @@ import torch
 from dflash.ops.rejection_sample import METHODS, rejection_sample, rejection_sample_reference
 from dflash.ops.sample_draft import sample_draft
 
-from .support import DEVICES, DTYPES, guarded, to_device
+from .support import DEVICES, DTYPES, check_op, guarded, to_device
 
 LOSSLESS = ["match", "standard", "block"]
 
@@ -511,8 +511,8 @@ def test_opcheck():
     )
     inputs = tuple(case[name] for name in names.split())
     op = torch.ops.dflash.rejection_sample.default
-    torch.library.opcheck(op, (*inputs, "block", 37, None, *outputs))
-    torch.library.opcheck(op, (*inputs, "synthetic", 37, case["synthetic_rates"], *outputs))
+    check_op(op, (*inputs, "block", 37, None, *outputs))
+    check_op(op, (*inputs, "synthetic", 37, case["synthetic_rates"], *outputs))
 
 
 @pytest.mark.gpu

@@ -5,7 +5,7 @@ import torch
 from dflash.ops import noise_reference
 from dflash.ops.sample_draft import sample_draft, sample_draft_reference
 
-from .support import DEVICES, DTYPES, guarded, to_device
+from .support import DEVICES, DTYPES, check_op, guarded, to_device
 
 
 def make_case(num_states=5, num_drafts=3, columns=40, dtype=torch.float32, vocab_size=37):
@@ -275,9 +275,9 @@ def test_opcheck():
         torch.zeros(5, 3, dtype=torch.int64),
         torch.zeros(5, 3, 37),
     )
-    torch.library.opcheck(torch.ops.dflash.sample_draft.default, positional)
+    check_op(torch.ops.dflash.sample_draft.default, positional)
     greedy = (*positional[:3], None, None, *positional[5:10], None)
-    torch.library.opcheck(torch.ops.dflash.sample_draft.default, greedy)
+    check_op(torch.ops.dflash.sample_draft.default, greedy)
 
 
 @pytest.mark.gpu

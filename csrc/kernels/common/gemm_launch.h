@@ -63,13 +63,11 @@ cudaError_t launch_shape(const Operands& o, int num_splits, const Epilogue& epil
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
   if (error != cudaSuccess) return error;
 
-  cudaLaunchAttribute attributes[2]{};
+  // Weights are asked for while the kernel before this one ends.
+  cudaLaunchAttribute attributes[2]{{}, overlap_attribute()};
   attributes[0].id = cudaLaunchAttributeClusterDimension;
   attributes[0].val.clusterDim.x = num_splits;
   attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-  // The launch overlaps the end of the kernel before it; weights are asked for meanwhile.
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(num_splits == 1 ? std::min(plan.num_tiles, device_properties().num_sms)
                                         : num_splits * plan.num_tiles);

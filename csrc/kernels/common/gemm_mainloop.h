@@ -9,6 +9,7 @@
 
 #include "gemm_plan.h"
 #include "mma.h"
+#include "overlap.h"
 #include "tma.h"
 #include "wgmma.h"
 

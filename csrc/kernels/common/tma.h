@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// sm_90 and later: barriers in shared memory, bulk tensor copies that complete on them, clusters,
-// and programmatic dependent launch.
+// sm_90 and later: barriers in shared memory, bulk tensor copies that complete on them, clusters.
 #pragma once
 
 #include <cuda.h>
@@ -76,16 +75,6 @@ __device__ __forceinline__ void tma_load(uint32_t dst, const CUtensorMap& map, u
 
 __device__ __forceinline__ void tma_prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];\n" ::"l"(&map) : "memory");
-}
-
-// Until every kernel before this one is done and its writes are visible.
-__device__ __forceinline__ void wait_for_predecessor() {
-  asm volatile("griddepcontrol.wait;\n" ::: "memory");
-}
-
-// The next kernel may start once every CTA has said so.
-__device__ __forceinline__ void let_successor_start() {
-  asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
 }
 
 __device__ __forceinline__ void cluster_arrive_release() {

@@ -87,7 +87,7 @@ def canonical_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def check_layout(
-    directory: Path, layout: Layout, shapes: Mapping[str, Shape], names: Mapping[str, str]
+    directory: Path | str, layout: Layout, shapes: Mapping[str, Shape], names: Mapping[str, str]
 ) -> None:
     """Names every missing, unexpected and ill-shaped tensor in one CheckpointError."""
     missing = sorted(layout.required.keys() - names.keys())

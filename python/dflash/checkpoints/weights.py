@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from rich.progress import Progress, TaskID
@@ -37,6 +38,8 @@ from dflash.errors import CheckpointError
 __all__ = [
     "DraftWeights",
     "LayerWeights",
+    "Loader",
+    "Matrix",
     "TargetWeights",
     "check_pair",
     "load_draft",
@@ -44,19 +47,23 @@ __all__ = [
 ]
 
 
+Matrix: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
+"""A matrix, or several that stand for their rows below each other; a bias likewise."""
+
+
 @dataclass(frozen=True)
 class LayerWeights:
     """One decoder layer; H hidden_size, I intermediate_size."""
 
     input_layernorm: torch.Tensor  # [H]
-    qkv_proj: torch.Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, H]
-    qkv_bias: torch.Tensor | None  # [(num_heads + 2 * num_kv_heads) * head_dim]
+    qkv_proj: Matrix  # [(num_heads + 2 * num_kv_heads) * head_dim, H]
+    qkv_bias: Matrix | None  # [(num_heads + 2 * num_kv_heads) * head_dim]
     q_norm: torch.Tensor | None  # [head_dim]
     k_norm: torch.Tensor | None  # [head_dim]
     o_proj: torch.Tensor  # [H, num_heads * head_dim]
     o_bias: torch.Tensor | None  # [H]
     post_attention_layernorm: torch.Tensor  # [H]
-    gate_up_proj: torch.Tensor  # [2 * I, H], gate first
+    gate_up_proj: Matrix  # [2 * I, H], gate first
     down_proj: torch.Tensor  # [H, I]
     sinks: torch.Tensor | None = None  # [num_heads]
 
@@ -115,7 +122,7 @@ def load_target(
     check_layout(directory, target_layout(config), reader.shapes, names)
     dtype = dtype or reader.floating(names["embed_tokens.weight"]).dtype
     with progress_bar("Loading the model", _total(reader, names)) as progress:
-        loader = _Loader(reader, names, dtype, torch.device(device), progress)
+        loader = Loader(reader, names, dtype, torch.device(device), progress)
         embed_tokens = loader.one("embed_tokens.weight")
         weights = TargetWeights(
             embed_tokens=embed_tokens,
@@ -150,7 +157,7 @@ def load_draft(
     check_layout(directory, layout, reader.shapes, names)
     dtype = dtype or reader.floating(names["fc.weight"]).dtype
     with progress_bar("Loading the drafter", _total(reader, names)) as progress:
-        loader = _Loader(reader, names, dtype, torch.device(device), progress)
+        loader = Loader(reader, names, dtype, torch.device(device), progress)
         d2t = reader.integer(names["d2t"]) if "d2t" in names else None
         if d2t is not None and config.draft_vocab_size is None and not d2t.any():
             d2t = None
@@ -169,7 +176,7 @@ def load_draft(
     return replace(config, dtype=dtype), weights, directory
 
 
-class _Loader:
+class Loader:
     """Turns named tensors into served ones: dtype, device, fused rows, progress."""
 
     def __init__(
@@ -194,7 +201,7 @@ class _Loader:
         self._advance(name)
         return tensor
 
-    def stacked(self, *names: str) -> torch.Tensor:
+    def stacked(self, *names: str) -> Matrix:
         """The rows of several tensors as one, written once: no list of copies is ever alive."""
         parts = [self.mapped(name) for name in names]
         shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
@@ -269,7 +276,7 @@ def _with_fc_width(
 
 
 def _own_vocabulary(
-    config: DraftConfig, loader: _Loader, target: Vocabulary | None
+    config: DraftConfig, loader: Loader, target: Vocabulary | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     own: list[torch.Tensor | None] = []
     for name, shares, theirs in (

@@ -35,6 +35,7 @@ from dflash.models.drafter import Drafter
 from dflash.models.linear import STRICT_ROWS
 from dflash.models.target import Target
 from dflash.speculators.make import (
+    DraftCheckpoint,
     choose_num_speculative_tokens,
     load_drafter,
     make_drafter,
@@ -79,6 +80,19 @@ def build_core(args: EngineArgs) -> Engine:
     target_config, target_weights, model_dir = load_target(args.model, dtype, device)
     dtype = target_weights.embed_tokens.dtype
     drafted = load_drafter(args, (target_config, target_weights, model_dir), dtype, device)
+    engine = build_engine(args, target_config, target_weights, drafted, device)
+    return replace(engine, model_dir=model_dir)
+
+
+def build_engine(
+    args: EngineArgs,
+    target_config: TargetConfig,
+    target_weights: TargetWeights,
+    drafted: DraftCheckpoint | None,
+    device: torch.device,
+) -> Engine:
+    """The engine over weights that are in memory already; args.model and args.draft are names only."""
+    dtype = target_weights.embed_tokens.dtype
     decoders = [target_config.decoder] + ([drafted[0].decoder] if drafted else [])
     max_model_len = _max_model_len(args, decoders, dtype, device)
     settings = _target_settings(args, device, dtype, max_model_len)
@@ -95,7 +109,6 @@ def build_core(args: EngineArgs) -> Engine:
     n = choose_num_speculative_tokens(args, target, drafter)
     engine = replace(
         assemble(args, target, drafter, n, settings),
-        model_dir=model_dir,
         target_config=target_config,
         target_weights=target_weights,
     )

@@ -19,7 +19,7 @@ from dflash.attention.spec import (
     Support,
 )
 from dflash.checkpoints.config import DecoderConfig, LayerAttention
-from dflash.checkpoints.weights import LayerWeights
+from dflash.checkpoints.weights import LayerWeights, Matrix
 from dflash.models.linear import linear, linear_silu_mul, log_unstreamed
 from dflash.models.rope import cos_sin_cache
 from dflash.ops.add_rms_norm import add_rms_norm
@@ -168,8 +168,8 @@ class Decoder:
     def linear(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
+        weight: Matrix,
+        bias: Matrix | None = None,
         output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x @ weight^T + bias, as the settings ask."""

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from dflash.attention.spec import AttentionBatch
 from dflash.checkpoints.config import DraftConfig
-from dflash.checkpoints.weights import DraftWeights
+from dflash.checkpoints.weights import DraftWeights, Matrix
 from dflash.models.decoder import Decoder, DecoderSettings
 from dflash.models.linear import linear
 from dflash.ops.precompute_context_kv import precompute_context_kv
@@ -43,11 +43,12 @@ class Drafter:
         self.kv_bias = self._stack([layer.qkv_bias for layer in weights.layers], self._kv_rows)
         self.k_norms = self._stack([layer.k_norm for layer in weights.layers], lambda w: w[None])
 
-    def _kv_rows(self, qkv: torch.Tensor) -> torch.Tensor:
+    def _kv_rows(self, qkv: Matrix) -> torch.Tensor:
+        assert isinstance(qkv, torch.Tensor)
         return qkv[self.config.decoder.num_heads * self.config.decoder.head_dim :]
 
     @staticmethod
-    def _stack(tensors: list[torch.Tensor | None], rows_of) -> torch.Tensor | None:
+    def _stack(tensors: list[Matrix | None], rows_of) -> torch.Tensor | None:
         present = [rows_of(t) for t in tensors if t is not None]
         return torch.cat(present) if present else None
 

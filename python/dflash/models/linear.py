@@ -7,9 +7,11 @@ from collections.abc import Iterable
 
 import torch
 
+from dflash.checkpoints.weights import Matrix
 from dflash.log import log_once
 from dflash.ops import linear as op
 from dflash.ops import linear_silu_mul as fused_op
+from dflash.ops.silu_mul import silu_mul
 
 STRICT_ROWS = 128
 """Rows of every GEMM of a strict target: as many as cost little more than one."""
@@ -17,16 +19,22 @@ STRICT_ROWS = 128
 
 def linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    weight: Matrix,
+    bias: Matrix | None = None,
     tile_rows: int | None = None,
     output: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x [T, K] @ weight [M, K]^T + bias [M], into `output` [T, M] where it is given.
 
+    Several matrices are several GEMMs into columns of one output: they stay where they are.
+
     With tile_rows, T a multiple of it, every row goes through a GEMM of exactly that many rows: its bits do not depend
     on T, which otherwise chooses the library's kernel.
     """
+    if isinstance(weight, tuple):
+        assert bias is None or isinstance(bias, tuple)
+        return _below_each_other(x, weight, bias, tile_rows, output)
+    assert not isinstance(bias, tuple)
     if output is None:
         output = x.new_empty(x.shape[0], weight.shape[0])
     for rows, out in _tiles(x, output, tile_rows):
@@ -34,13 +42,41 @@ def linear(
     return output
 
 
-def linear_silu_mul(
-    x: torch.Tensor, weight: torch.Tensor, tile_rows: int | None = None
-) -> torch.Tensor:
-    """silu(gate) * up [T, I] of [gate, up] = x [T, K] @ weight [2 * I, K]^T; tile_rows as in `linear`."""
+def linear_silu_mul(x: torch.Tensor, weight: Matrix, tile_rows: int | None = None) -> torch.Tensor:
+    """silu(gate) * up [T, I] of [gate, up] = x [T, K] @ weight [2 * I, K]^T; the rest as in `linear`."""
+    if isinstance(weight, tuple):
+        return silu_mul(linear(x, weight, None, tile_rows))
     output = x.new_empty(x.shape[0], weight.shape[0] // 2)
     for rows, out in _tiles(x, output, tile_rows):
         fused_op.linear_silu_mul(rows, weight, out)
+    return output
+
+
+def log_unstreamed(weights: Iterable[Matrix]) -> None:
+    """Says once, of each shape, that a 16-bit matrix on a GPU goes through the library's GEMM at any number of rows."""
+    for matrix in weights:
+        for weight in matrix if isinstance(matrix, tuple) else (matrix,):
+            if not weight.is_cuda or weight.dtype == torch.float32:
+                continue
+            if op.linear_plan(weight[:1], weight) is None:
+                log_once(
+                    f"linear: weights {list(weight.shape)} are not streamed: that takes sm_90 and rows that are "
+                    "whole, aligned 16-byte words; the library's GEMM serves"
+                )
+
+
+def _below_each_other(
+    x: torch.Tensor,
+    weights: tuple[torch.Tensor, ...],
+    biases: tuple[torch.Tensor, ...] | None,
+    tile_rows: int | None,
+    output: torch.Tensor | None,
+) -> torch.Tensor:
+    sizes = [weight.shape[0] for weight in weights]
+    if output is None:
+        output = x.new_empty(x.shape[0], sum(sizes))
+    for i, columns in enumerate(output.split(sizes, dim=1)):
+        linear(x, weights[i], biases[i] if biases else None, tile_rows, columns)
     return output
 
 
@@ -51,18 +87,6 @@ def _tiles(
         return ((x, output),)
     assert x.shape[0] % tile_rows == 0, f"{x.shape[0]} rows do not divide into tiles of {tile_rows}"
     return zip(x.split(tile_rows), output.split(tile_rows), strict=True)
-
-
-def log_unstreamed(weights: Iterable[torch.Tensor]) -> None:
-    """Says once, of each shape, that a 16-bit matrix on a GPU goes through the library's GEMM at any number of rows."""
-    for weight in weights:
-        if not weight.is_cuda or weight.dtype == torch.float32:
-            continue
-        if op.linear_plan(weight[:1], weight) is None:
-            log_once(
-                f"linear: weights {list(weight.shape)} are not streamed: that takes sm_90 and rows that are whole, "
-                "aligned 16-byte words; the library's GEMM serves"
-            )
 
 
 __all__ = ["STRICT_ROWS", "linear", "linear_silu_mul", "log_unstreamed"]
