@@ -79,19 +79,21 @@ cudaError_t launch_shape(const Operands& o, int num_splits, const Epilogue& epil
   return cudaLaunchKernelEx(&config, kernel, weight, x, plan, epilogue);
 }
 
+template <typename T, int N, class Epilogue>
+cudaError_t launch_rows(const Operands& o, const Choice& c, const Epilogue& epilogue,
+                        cudaStream_t stream) {
+  if (c.warpgroups == 3) return launch_shape<T, N, 3>(o, c.splits, epilogue, stream);
+  return launch_shape<T, N, 1>(o, c.splits, epilogue, stream);
+}
+
 template <typename T, class Epilogue>
 cudaError_t launch_gemm(const Operands& o, const Epilogue& epilogue, cudaStream_t stream) {
   const Choice c = choose(o);
-  const bool is_wide = c.warpgroups == 3;
   switch (c.rows) {
-    case 16: return launch_shape<T, 16, 1>(o, c.splits, epilogue, stream);
-    case 32: return launch_shape<T, 32, 1>(o, c.splits, epilogue, stream);
-    case 64:
-      return is_wide ? launch_shape<T, 64, 3>(o, c.splits, epilogue, stream)
-                     : launch_shape<T, 64, 1>(o, c.splits, epilogue, stream);
-    case 128:
-      return is_wide ? launch_shape<T, 128, 3>(o, c.splits, epilogue, stream)
-                     : launch_shape<T, 128, 1>(o, c.splits, epilogue, stream);
+    case 16: return launch_rows<T, 16>(o, c, epilogue, stream);
+    case 32: return launch_rows<T, 32>(o, c, epilogue, stream);
+    case 64: return launch_rows<T, 64>(o, c, epilogue, stream);
+    case 128: return launch_rows<T, 128>(o, c, epilogue, stream);
     default: return cudaErrorInvalidValue;
   }
 }

@@ -50,8 +50,8 @@ inline Choice choose(const Operands& o) {
   Choice c;
   c.rows = o.num_rows <= 16 ? 16 : o.num_rows <= 32 ? 32 : o.num_rows <= 64 ? 64 : 128;
   c.splits = 2 * groups <= kSms && o.size >= 1024 ? 2 : 1;
-  // Wide tiles read x less often.
-  c.warpgroups = c.rows >= 64 && groups > kSms ? 3 : 1;
+  // Wide tiles read x less often, where there are enough of them.
+  c.warpgroups = groups > kSms ? 3 : 1;
   return c;
 }
 
