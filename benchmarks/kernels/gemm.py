@@ -11,6 +11,7 @@ kinds in one process by turns. The floor is the weight's bytes at 4.3 TB/s or th
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 
 import torch
@@ -40,6 +41,7 @@ OTHERS = {
 }
 ROWS = (1, 16, 32, 64, 128)
 MAX_COPIES = 24
+GRAPH_US = 1500
 
 
 def captured(calls: list[Callable[[], object]]) -> torch.cuda.CUDAGraph:
@@ -73,8 +75,9 @@ def measure(name: str, outputs: int, size: int, rows: int, replays: int) -> dict
     copies = int(min(MAX_COPIES, max(3, 4 * L2_BYTES // moved)))
     weights = [randn(outputs, size) for _ in range(copies)]
     x, y = randn(rows, size), torch.empty(rows, outputs, dtype=torch.bfloat16, device=DEVICE)
-    # A short graph is mostly its own start.
-    turns = weights * max(1, MAX_COPIES // copies if moved < 1 << 28 else 2)
+    # Long enough that the start of a replay does not count.
+    floor = max(moved / BYTES_PER_US, 2.0 * rows * outputs * size / FLOPS_PER_US)
+    turns = weights * math.ceil(GRAPH_US / (copies * (floor + 2)))
     graphs = {
         "us": captured([lambda w=w: linear(x, w, None, y) for w in turns]),
         "library_us": captured([lambda w=w: torch.mm(x, w.T, out=y) for w in turns]),
@@ -85,7 +88,6 @@ def measure(name: str, outputs: int, size: int, rows: int, replays: int) -> dict
         graphs["library_and_silu_mul_us"] = captured(
             [lambda w=w: silu_mul(torch.mm(x, w.T, out=y), half) for w in turns]
         )
-    floor = max(moved / BYTES_PER_US, 2.0 * rows * outputs * size / FLOPS_PER_US)
     times = median_us(graphs, len(turns), replays)
     return {
         "matrix": name,

@@ -4,7 +4,7 @@
 #include "linear.h"
 
 #include "common/gemm_launch.h"
-#include "common/vec.h"
+#include "common/gemm_store.h"
 
 namespace dflash {
 namespace {
@@ -12,40 +12,32 @@ namespace {
 template <typename T>
 struct LinearEpilogue {
   static constexpr bool kInterleaved = false;
-  static constexpr int kChunk = 8;
+  static constexpr int kBytes = gemm::RowStore<T, 2>::kBytes;
 
-  T* output;
+  gemm::RowStore<T, 2> rows;
   const T* bias;
-  int64_t stride;
-  int num_outputs;
-  bool aligned;
 
-  __device__ __forceinline__ void operator()(int row, int column, const float (&sum)[8]) const {
-    if (column >= num_outputs) return;
-    T* to = output + row * stride + column;
-    const bool whole = column + 8 <= num_outputs;
-    Vec<T, 8> rounded;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const bool biased = bias != nullptr && (whole || column + i < num_outputs);
-      rounded.x[i] = from_float<T>(biased ? sum[i] + to_float(bias[column + i]) : sum[i]);
-    }
-    if (whole && aligned) return store_vec<8>(to, rounded);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (column + i < num_outputs) to[i] = rounded.x[i];
-    }
+  template <int kFirst, int kRows, int kFragments>
+  __device__ __forceinline__ void finish(const float (&acc)[kFragments][4], int num_rows,
+                                         int column, uint8_t* smem) const {
+    const int mine = column + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+    const float b0 = bias_of(mine), b1 = bias_of(mine + 8);
+    rows.template put<kFirst, kRows>(
+        acc, num_rows, column, smem, [&](const float(&fragment)[4], uint32_t(&packed)[2]) {
+          packed[0] = pack2<T>(fragment[0] + b0, fragment[1] + b0);
+          packed[1] = pack2<T>(fragment[2] + b1, fragment[3] + b1);
+        });
+  }
+
+  __device__ __forceinline__ float bias_of(int column) const {
+    return bias != nullptr && column < rows.num_outputs ? to_float(bias[column]) : 0.0f;
   }
 };
 
 template <typename T>
 cudaError_t launch(const LinearParams& p, cudaStream_t stream) {
-  LinearEpilogue<T> epilogue;
-  epilogue.output = static_cast<T*>(p.output);
-  epilogue.bias = static_cast<const T*>(p.bias);
-  epilogue.stride = p.output_stride;
-  epilogue.num_outputs = static_cast<int>(p.num_outputs);
-  epilogue.aligned = rows_are_vectorizable<T>(p.output, p.output_stride, kVec<T>);
+  const LinearEpilogue<T> epilogue{{p.output, p.output_stride, p.num_outputs},
+                                   static_cast<const T*>(p.bias)};
   return gemm::launch_gemm<T>(p.operands(), epilogue, stream);
 }
 

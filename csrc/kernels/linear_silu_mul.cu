@@ -5,8 +5,8 @@
 #include "linear_silu_mul.h"
 
 #include "common/gemm_launch.h"
+#include "common/gemm_store.h"
 #include "common/silu.h"
-#include "common/vec.h"
 
 namespace dflash {
 namespace {
@@ -14,35 +14,28 @@ namespace {
 template <typename T>
 struct SiluMulEpilogue {
   static constexpr bool kInterleaved = true;
-  static constexpr int kChunk = 16;  // 8 of gate, 8 of up
+  static constexpr int kBytes = gemm::RowStore<T, 1>::kBytes;
 
-  T* output;
-  int64_t stride;
-  int num_outputs;  // a multiple of 8
-  bool aligned;
+  gemm::RowStore<T, 1> rows;
 
-  __device__ __forceinline__ void operator()(int row, int column, const float (&sum)[16]) const {
-    const int first = column / 2;
-    if (first >= num_outputs) return;
-    T* to = output + row * stride + first;
-    Vec<T, 8> rounded;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      rounded.x[i] = from_float<T>(silu_mul_of(round_to<T>(sum[i]), round_to<T>(sum[8 + i])));
-    }
-    if (aligned) return store_vec<8>(to, rounded);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) to[i] = rounded.x[i];
+  // Of a fragment's two matrices the first is gate, the second the same columns of up.
+  template <int kFirst, int kRows, int kFragments>
+  __device__ __forceinline__ void finish(const float (&acc)[kFragments][4], int num_rows,
+                                         int column, uint8_t* smem) const {
+    rows.template put<kFirst, kRows>(
+        acc, num_rows, column / 2, smem, [](const float(&fragment)[4], uint32_t(&packed)[1]) {
+          packed[0] = pack2<T>(value(fragment[0], fragment[2]), value(fragment[1], fragment[3]));
+        });
+  }
+
+  __device__ __forceinline__ static float value(float gate, float up) {
+    return silu_mul_of(round_to<T>(gate), round_to<T>(up));
   }
 };
 
 template <typename T>
 cudaError_t launch(const LinearSiluMulParams& p, cudaStream_t stream) {
-  SiluMulEpilogue<T> epilogue;
-  epilogue.output = static_cast<T*>(p.output);
-  epilogue.stride = p.output_stride;
-  epilogue.num_outputs = static_cast<int>(p.num_outputs);
-  epilogue.aligned = rows_are_vectorizable<T>(p.output, p.output_stride, kVec<T>);
+  const SiluMulEpilogue<T> epilogue{{p.output, p.output_stride, p.num_outputs}};
   return gemm::launch_gemm<T>(p.operands(), epilogue, stream);
 }
 

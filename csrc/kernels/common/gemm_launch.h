@@ -39,7 +39,7 @@ template <typename T, int N, int W, class Epilogue>
 cudaError_t launch_shape(const Operands& o, int num_splits, const Epilogue& epilogue,
                          cudaStream_t stream) {
   constexpr int kAtoms = N <= 32 ? 2 : 1;
-  using L = Layout<N, W, kAtoms>;
+  using L = Layout<N, W, kAtoms, Epilogue::kBytes>;
   constexpr int kTileRows = W * kGroupRows;
   const auto kernel = gemm_kernel<T, N, W, kAtoms, Epilogue>;
 

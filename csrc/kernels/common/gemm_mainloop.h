@@ -18,8 +18,6 @@ namespace dflash::gemm {
 constexpr int kAtom = 64;         // K elements of a swizzled row of 128 bytes
 constexpr int kSplitUnit = 128;   // K elements: where K may be split, whatever the stages hold
 constexpr int kGroupRows = 64;    // weight rows of a warpgroup
-constexpr int kPieceRows = 16;    // rows that pass through shared memory at once, with one split
-constexpr int kPitch = kGroupRows + 4;  // floats; fragments are stored without bank conflicts
 
 // What the host decides for a launch.
 struct Plan {
@@ -30,8 +28,8 @@ struct Plan {
   int num_stages;
 };
 
-// N rows of x, W warpgroups, kAtoms atoms of K a stage.
-template <int N, int W, int kAtoms>
+// N rows of x, W warpgroups, kAtoms atoms of K a stage, and what a warpgroup's epilogue needs.
+template <int N, int W, int kAtoms, int kEpilogueBytes>
 struct Layout {
   static constexpr int kConsumers = 128 * W;
   static constexpr int kThreads = kConsumers + 32;
@@ -39,12 +37,14 @@ struct Layout {
   static constexpr int kRowsAtomBytes = N * 128;
   static constexpr int kRowsAt = kAtoms * kWeightAtomBytes;
   static constexpr int kStageBytes = kRowsAt + kAtoms * kRowsAtomBytes;
-  static constexpr int piece_bytes(int rows) { return rows * kPitch * 4; }  // of a warpgroup
-  static constexpr int kSumBytes = kConsumers * N / 4 * 4;     // half of a thread's accumulators
-  // After the ring: with one split the pieces, so that the ring fills meanwhile; with two what the
-  // other CTA sends, and the pieces lie over the ring.
+  static constexpr int kSumBytes = kConsumers * N / 4 * 4;  // half of a thread's accumulators
+  // After the ring: with one split the epilogue's place, so that the ring fills meanwhile; with two
+  // what the other CTA sends, and the epilogue's place lies over the ring.
   static constexpr int extra_bytes(int num_splits) {
-    return num_splits == 1 ? W * piece_bytes(kPieceRows) : kSumBytes;
+    return num_splits == 1 ? W * kEpilogueBytes : kSumBytes;
+  }
+  static constexpr int epilogue_at(int num_splits, int num_stages, int group) {
+    return (num_splits == 1 ? num_stages * kStageBytes : 0) + group * kEpilogueBytes;
   }
   static constexpr int smem_bytes(int num_splits, int num_stages) {
     return num_stages * (kStageBytes + 16) + extra_bytes(num_splits);
@@ -242,51 +242,6 @@ __device__ __forceinline__ void accumulate(float (&acc)[N / 8][4], Ring<L>& ring
   if (is_first_lane) mbarrier_arrive(last);
 }
 
-// kCount fragments of a warpgroup, as 8 kCount rows of kPitch floats.
-template <int kCount, int kAll>
-__device__ __forceinline__ void put_piece(float* piece, const float (&acc)[kAll][4], int first) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  float* to = piece + lane % 4 * 2 * kPitch + warp * 16 + lane / 4;
-#pragma unroll
-  for (int j = 0; j < kCount; ++j) {
-#pragma unroll
-    for (int r = 0; r < 4; ++r) to[(j * 8 + r % 2) * kPitch + r / 2 * 8] = acc[first + j][r];
-  }
-}
-
-// kRows rows from kFirst on of a warpgroup's results, through shared memory to the epilogue.
-template <int kFirst, int kRows, int kAll, class Epilogue>
-__device__ __forceinline__ void put_rows(const Epilogue& epilogue, float* piece,
-                                         const float (&acc)[kAll][4], int num_rows, int column) {
-  constexpr int kChunk = Epilogue::kChunk, kChunks = kGroupRows / kChunk;
-  if (kFirst >= num_rows) return;
-  const int barrier = 1 + threadIdx.x / 128;
-  named_barrier(barrier, 128);
-  put_piece<kRows / 8>(piece, acc, kFirst / 8);
-  named_barrier(barrier, 128);
-#pragma unroll
-  for (int base = 0; base < kRows * kChunks; base += 128) {
-    const int i = base + threadIdx.x % 128, row = i / kChunks, chunk = i % kChunks * kChunk;
-    if (i >= kRows * kChunks || kFirst + row >= num_rows) break;
-    float values[kChunk];
-#pragma unroll
-    for (int c = 0; c < kChunk; c += 4) {
-      const float4 four = *reinterpret_cast<const float4*>(piece + row * kPitch + chunk + c);
-      values[c] = four.x, values[c + 1] = four.y, values[c + 2] = four.z, values[c + 3] = four.w;
-    }
-    epilogue(kFirst + row, column + chunk, values);
-  }
-}
-
-// All rows, a piece at a time.
-template <int N, int kFirst, class Epilogue>
-__device__ __forceinline__ void put_pieces(const Epilogue& epilogue, float* piece,
-                                           const float (&acc)[N / 8][4], int num_rows, int column) {
-  put_rows<kFirst, kPieceRows>(epilogue, piece, acc, num_rows, column);
-  if constexpr (kFirst + kPieceRows < N)
-    put_pieces<N, kFirst + kPieceRows>(epilogue, piece, acc, num_rows, column);
-}
-
 // The rows that the other CTA finishes go into its shared memory, and what it sent is added: a sum
 // of two has one order. kMine is this CTA's half.
 template <class L, int N, int kMine>
@@ -310,22 +265,15 @@ __device__ __forceinline__ void exchange(float (&acc)[N / 8][4], uint32_t receiv
   }
 }
 
-template <class L, int N, int kMine, class Epilogue>
-__device__ __forceinline__ void finish_half(const Epilogue& epilogue, const Plan& plan,
-                                            uint8_t* smem, float (&acc)[N / 8][4], int column) {
-  exchange<L, N, kMine>(acc, smem_address(smem) + plan.num_stages * L::kStageBytes);
-  float* piece = reinterpret_cast<float*>(smem + threadIdx.x / 128 * L::piece_bytes(N / 2));
-  put_rows<kMine * N / 2, N / 2>(epilogue, piece, acc, plan.num_rows, column);
-}
-
-// Epilogue: kInterleaved (8 rows of a first half of the weight and 8 of a second take turns, through
-// a tensor map that says so), kChunk, and operator()(row, column, values) for kChunk neighbours of
-// the tile's columns; it leaves out those past the last.
+// Epilogue: kInterleaved (8 rows of the weight's first half and 8 of its second take turns, through a
+// tensor map that says so), kBytes of shared memory a warpgroup, and
+// finish<kFirst, kRows>(acc, num_rows, column, smem): rows kFirst.. of a warpgroup's 64 columns of
+// the product, as the fragments of mma.sync m16n8k16 with the columns as M.
 template <typename T, int N, int W, int kAtoms, class Epilogue>
 __global__ void __launch_bounds__(128 * W + 32, N <= 32 ? 2 : 1)
     gemm_kernel(const __grid_constant__ CUtensorMap weight, const __grid_constant__ CUtensorMap x,
                 const Plan plan, const Epilogue epilogue) {
-  using L = Layout<N, W, kAtoms>;
+  using L = Layout<N, W, kAtoms, Epilogue::kBytes>;
   extern __shared__ __align__(1024) uint8_t smem[];
   let_successor_start();
   const bool has_pair = plan.num_splits == 2;
@@ -364,14 +312,20 @@ __global__ void __launch_bounds__(128 * W + 32, N <= 32 ? 2 : 1)
   for (int tile = work.first_tile; tile < plan.num_tiles; tile += work.tile_step) {
     accumulate<T, L, N, kAtoms>(acc, ring, work.num_steps, group);
     const int column = (tile * W + group) * kGroupRows;
-    if (has_pair) {
-      if (work.split == 0) finish_half<L, N, 0>(epilogue, plan, smem, acc, column);
-      else finish_half<L, N, 1>(epilogue, plan, smem, acc, column);
-      return;
+    uint8_t* place = smem + L::epilogue_at(plan.num_splits, plan.num_stages, group);
+    if (!has_pair) {
+      epilogue.template finish<0, N>(acc, plan.num_rows, column, place);
+      continue;
     }
-    float* piece = reinterpret_cast<float*>(smem + plan.num_stages * L::kStageBytes +
-                                            group * L::piece_bytes(kPieceRows));
-    put_pieces<N, 0>(epilogue, piece, acc, plan.num_rows, column);
+    const uint32_t received = ring.stages + plan.num_stages * L::kStageBytes;
+    if (work.split == 0) {
+      exchange<L, N, 0>(acc, received);
+      epilogue.template finish<0, N / 2>(acc, plan.num_rows, column, place);
+    } else {
+      exchange<L, N, 1>(acc, received);
+      epilogue.template finish<N / 2, N / 2>(acc, plan.num_rows, column, place);
+    }
+    return;
   }
 }
 

@@ -5,7 +5,7 @@
 namespace dflash {
 
 __device__ __forceinline__ float silu_mul_of(float gate, float up) {
-  return gate / (1.0f + __expf(-gate)) * up;
+  return __fdividef(gate, 1.0f + __expf(-gate)) * up;
 }
 
 }  // namespace dflash
