@@ -20,7 +20,7 @@ from dflash.attention.spec import (
 )
 from dflash.checkpoints.config import DecoderConfig, LayerAttention
 from dflash.checkpoints.weights import LayerWeights, Matrix
-from dflash.models.linear import linear, linear_silu_mul, log_unstreamed
+from dflash.models.linear import is_streamed, linear, linear_silu_mul
 from dflash.models.rope import cos_sin_cache
 from dflash.ops.add_rms_norm import add_rms_norm
 from dflash.ops.qk_norm_rope_store import qk_norm_rope_store
@@ -72,8 +72,11 @@ class Decoder:
     ) -> None:
         self.config = config
         self.layers = list(layers)
-        for layer in self.layers:
-            log_unstreamed((layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj))
+        self.is_streamed = all(
+            is_streamed(matrix)
+            for layer in self.layers
+            for matrix in (layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj)
+        )
         self.norm = norm
         self.value_scale = value_scale
         self.kv_dtype = settings.kv_dtype

@@ -14,7 +14,7 @@ from dflash.ops import linear_silu_mul as fused_op
 from dflash.ops.silu_mul import silu_mul
 
 STRICT_ROWS = 128
-"""Rows of every GEMM of a strict target: as many as cost little more than one."""
+"""Rows of every GEMM of a strict target, at most where they are streamed: as many as cost little more than one."""
 
 
 def linear(
@@ -28,8 +28,8 @@ def linear(
 
     Several matrices are several GEMMs into columns of one output: they stay where they are.
 
-    With tile_rows, T a multiple of it, every row goes through a GEMM of exactly that many rows: its bits do not depend
-    on T, which otherwise chooses the library's kernel.
+    With tile_rows no GEMM has more rows than that. A row's bits then do not depend on T where the weight is streamed,
+    or T a multiple of tile_rows; elsewhere T chooses the library's kernel.
     """
     if isinstance(weight, tuple):
         assert bias is None or isinstance(bias, tuple)
@@ -52,17 +52,17 @@ def linear_silu_mul(x: torch.Tensor, weight: Matrix, tile_rows: int | None = Non
     return output
 
 
-def log_unstreamed(weights: Iterable[Matrix]) -> None:
-    """Says once, of each shape, that a 16-bit matrix on a GPU goes through the library's GEMM at any number of rows."""
-    for matrix in weights:
-        for weight in matrix if isinstance(matrix, tuple) else (matrix,):
-            if not weight.is_cuda or weight.dtype == torch.float32:
-                continue
-            if op.linear_plan(weight[:1], weight) is None:
-                log_once(
-                    f"linear: weights {list(weight.shape)} are not streamed: that takes sm_90 and rows that are "
-                    "whole, aligned 16-byte words; the library's GEMM serves"
-                )
+def is_streamed(matrix: Matrix) -> bool:
+    """Whether up to 128 rows stream the weight on a GPU, a row with bits of its own. Says once where it does not."""
+    weights = matrix if isinstance(matrix, tuple) else (matrix,)
+    missing = [weight for weight in weights if op.linear_plan(weight[:1], weight) is None]
+    for weight in missing:
+        if weight.is_cuda and weight.dtype != torch.float32:
+            log_once(
+                f"linear: weights {list(weight.shape)} are not streamed: that takes sm_90 and rows that are "
+                "whole, aligned 16-byte words; the library's GEMM serves"
+            )
+    return not missing
 
 
 def _below_each_other(
@@ -83,10 +83,9 @@ def _below_each_other(
 def _tiles(
     x: torch.Tensor, output: torch.Tensor, tile_rows: int | None
 ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    if tile_rows is None or x.shape[0] == tile_rows:
+    if tile_rows is None or x.shape[0] <= tile_rows:
         return ((x, output),)
-    assert x.shape[0] % tile_rows == 0, f"{x.shape[0]} rows do not divide into tiles of {tile_rows}"
     return zip(x.split(tile_rows), output.split(tile_rows), strict=True)
 
 
-__all__ = ["STRICT_ROWS", "linear", "linear_silu_mul", "log_unstreamed"]
+__all__ = ["STRICT_ROWS", "is_streamed", "linear", "linear_silu_mul"]
