@@ -79,6 +79,7 @@ class Vllm:
         os.environ |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_USE_V2_MODEL_RUNNER": "1",
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
             "VLLM_LOGGING_LEVEL": "WARNING",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
