@@ -3,7 +3,8 @@
 // are swapped: 64 rows of the weight are a warpgroup's M, the rows of x (N of them, padded with
 // zeros) its N. A CTA owns tiles of 64 W weight rows; one warp keeps a ring of stages full with bulk
 // copies, W warpgroups multiply. With two splits, a pair of CTAs halves K and each finishes half of
-// the rows. Weights of the first stages are asked for before the kernel waits for its predecessor.
+// the rows. Weights of the first stages are asked for before the kernel waits for its predecessor,
+// which must not write them.
 // Bytes moved: the weight once, x once a tile (from the L2), y once.
 #pragma once
 
