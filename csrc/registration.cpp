@@ -111,8 +111,8 @@ STABLE_TORCH_LIBRARY(dflash, m) {
       "Tensor(c!)? tap) -> ()");
 
   // output = x @ weight^T + bias. At most 128 fp16 or bf16 rows on sm_90 (16-byte aligned) and at most 32 fp32 rows on a
-  // CPU: each weight is read once, and a row's bits do not depend on the number of rows. Everything else is the library's
-  // GEMM.
+  // CPU: each weight is read once, and a row's bits do not depend on the number of rows. On sm_90 the weight is read while
+  // the kernel before still runs: that one must not write it. Everything else is the library's GEMM.
   m.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) output) -> ()");
 
   // The kernel of linear for these operands: [rows, warpgroups, splits] of the streaming GEMM (x is padded to so many

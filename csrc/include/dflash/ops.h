@@ -219,8 +219,8 @@ inline void add_rms_norm(const std::optional<at::Tensor>& x, at::Tensor residual
 }
 
 // output = x @ weight^T + bias. At most 128 fp16 or bf16 rows on sm_90 (16-byte aligned) and at most 32 fp32 rows on a
-// CPU: each weight is read once, and a row's bits do not depend on the number of rows. Everything else is the library's
-// GEMM.
+// CPU: each weight is read once, and a row's bits do not depend on the number of rows. On sm_90 the weight is read while
+// the kernel before still runs: that one must not write it. Everything else is the library's GEMM.
 inline void linear(const at::Tensor& x, const at::Tensor& weight,
                    const std::optional<at::Tensor>& bias, at::Tensor output) {
   static const auto op = detail::find<decltype(linear)>("dflash::linear");

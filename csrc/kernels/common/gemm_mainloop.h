@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// y [T, M] = x [T, K] weight [M, K]^T for at most 128 rows, at the rate the weights arrive. Operands
-// are swapped: 64 rows of the weight are a warpgroup's M, the rows of x (N of them, padded with
-// zeros) its N. A CTA owns tiles of 64 W weight rows; one warp keeps a ring of stages full with bulk
-// copies, W warpgroups multiply. With two splits, a pair of CTAs halves K and each finishes half of
-// the rows. Weights of the first stages are asked for before the kernel waits for its predecessor.
+// y [T, M] = x [T, K] weight [M, K]^T for at most 128 rows, at the rate the weights arrive.
+// Operands are swapped: 64 rows of the weight are a warpgroup's M, the rows of x (N of them, padded
+// with zeros) its N. A CTA owns tiles of 64 W weight rows; one warp keeps a ring of stages full
+// with bulk copies, W warpgroups multiply. With two splits, a pair of CTAs halves K and each
+// finishes half of the rows. Weights of the first stages are asked for before the kernel waits for
+// its predecessor, which must not write them.
 // Bytes moved: the weight once, x once a tile (from the L2), y once.
 #pragma once
 
@@ -265,8 +266,8 @@ __device__ __forceinline__ void exchange(float (&acc)[N / 8][4], uint32_t receiv
   }
 }
 
-// Epilogue: kInterleaved (8 rows of the weight's first half and 8 of its second take turns, through a
-// tensor map that says so), kBytes of shared memory a warpgroup, and
+// Epilogue: kInterleaved (8 rows of the weight's first half and 8 of its second take turns, through
+// a tensor map that says so), kBytes of shared memory a warpgroup, and
 // finish<kFirst, kRows>(acc, num_rows, column, smem): rows kFirst.. of a warpgroup's 64 columns of
 // the product, as the fragments of mma.sync m16n8k16 with the columns as M.
 template <typename T, int N, int W, int kAtoms, class Epilogue>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which products of x [T, K] and weight [M, K]^T the streaming GEMM takes, and in what shape: all of
-// its choices, none of them made of the device, so that a build names one order of sums.
+// Which products of x [T, K] and weight [M, K]^T the streaming GEMM takes, and in what shape: all
+// of its choices, none of them made of the device, so that a build names one order of sums.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +36,8 @@ inline bool can_stream(const Operands& o) {
   const bool has_size = o.num_rows > 0 && o.num_outputs > 0 && o.size > 0;
   const bool fits = o.num_rows <= kMaxRows && o.num_outputs <= kMaxSize && o.size <= kMaxSize;
   const auto aligned = [](const void* p, int64_t rows, int64_t stride) {
-    return reinterpret_cast<uintptr_t>(p) % 16 == 0 && (rows == 1 || (stride > 0 && stride % 8 == 0));
+    const bool has_aligned_rows = rows == 1 || (stride > 0 && stride % 8 == 0);
+    return reinterpret_cast<uintptr_t>(p) % 16 == 0 && has_aligned_rows;
   };
   return is_16_bit && has_size && fits && aligned(o.x, o.num_rows, o.x_stride) &&
          aligned(o.weight, o.num_outputs, o.weight_stride);

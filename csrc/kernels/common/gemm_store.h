@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// An epilogue that stores: fragments become 16-bit values, are transposed on their way through shared
-// memory, and leave as 16 bytes a thread, rows of the output in order.
+// An epilogue that stores: fragments become 16-bit values, are transposed on their way through
+// shared memory, and leave as 16 bytes a thread, rows of the output in order.
 #pragma once
 
 #include "gemm_mainloop.h"
@@ -10,8 +10,8 @@ namespace dflash::gemm {
 
 constexpr int kPieceRows = 32;  // that pass through shared memory at once
 
-// A warp's fragment is two 8 x 8 matrices, of 16 columns of the product: kMatrices = 2 stores both, 1
-// what pack(fragment, packed) made of the two.
+// A warp's fragment is two 8 x 8 matrices, of 16 columns of the product: kMatrices = 2 stores both,
+// 1 what pack(fragment, packed) made of the two.
 template <typename T, int kMatrices>
 struct RowStore {
   static constexpr int kColumns = kGroupRows / 2 * kMatrices;

@@ -19,8 +19,8 @@ struct TensorMapDim {
   int box;
 };
 
-// Of a 16-bit tensor, innermost dimension first: boxes of 64 elements in 128-byte swizzled rows, zeros
-// outside. The driver's encoder is found at run time: nothing links libcuda.
+// Of a 16-bit tensor, innermost dimension first: boxes of 64 elements in 128-byte swizzled rows,
+// zeros outside. The driver's encoder is found at run time: nothing links libcuda.
 cudaError_t make_tensor_map(CUtensorMap* map, DType dtype, const void* base,
                             std::initializer_list<TensorMapDim> dims);
 

@@ -16,7 +16,8 @@ namespace dflash {
 // Of a matrix whose first row lies at a multiple of 1024 bytes; 8 rows are 1024 bytes.
 __device__ __forceinline__ uint64_t swizzled_matrix(uint32_t address) {
   constexpr uint64_t kSwizzle128 = 1;
-  return kSwizzle128 << 62 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 16 | (address & 0x3ffff) >> 4;
+  constexpr uint64_t kRest = kSwizzle128 << 62 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 16;
+  return kRest | (address & 0x3ffff) >> 4;
 }
 
 __device__ __forceinline__ void wgmma_fence() {
@@ -34,8 +35,8 @@ __device__ __forceinline__ void wgmma_wait() {
 }
 
 #define DFLASH_F8(n) \
-  "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3]), "+f"(d[n + 1][0]), "+f"(d[n + 1][1]), \
-      "+f"(d[n + 1][2]), "+f"(d[n + 1][3])
+  "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3]), "+f"(d[n + 1][0]), \
+      "+f"(d[n + 1][1]), "+f"(d[n + 1][2]), "+f"(d[n + 1][3])
 #define DFLASH_F16(n) DFLASH_F8(n), DFLASH_F8(n + 2)
 #define DFLASH_F32(n) DFLASH_F16(n), DFLASH_F16(n + 4)
 #define DFLASH_R8 "%0, %1, %2, %3, %4, %5, %6, %7"

@@ -166,7 +166,7 @@ __global__ void slowly_scale(T* x, const T* from, int64_t count, float factor) {
 
 // x, y = x W^T, z = y W^T and again: every product reads what the kernel right before it wrote.
 TYPED_TEST(LinearKernel, WaitsForItsPredecessor) {
-  constexpr int kRepeats = 50;
+  constexpr int kRepeats = 16;
   constexpr int64_t kSize = 1024;
   LinearBatch<TypeParam> batch(16, kSize, kSize, 0);
   std::vector<TypeParam> source = batch.x, y(batch.output.size()), first, second;
