@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# pyright: reportMissingImports=false
 """Registers dflash's draft attention as vLLM's attention backend CUSTOM."""
 
 from __future__ import annotations

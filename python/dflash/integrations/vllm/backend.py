@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# pyright: reportMissingImports=false
 """The attention backend CUSTOM: FlashAttention's metadata and cache layout, dflash's kernel. Imports vLLM."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# pyright: reportMissingImports=false
 """K/V of the context rows in vLLM's DFlash model: norm, one GEMM, one store kernel for all layers."""
 
 from __future__ import annotations
@@ -57,8 +58,10 @@ def with_fused_store(
         context_slot_mapping: Slots = None,
     ) -> None:
         slots = _per_layer(self, context_slot_mapping)
-        plan = slots and _plan(self, context_states, model_class, cache_update)
-        if not plan:
+        plan = None
+        if slots is not None:
+            plan = _plan(self, context_states, model_class, cache_update)
+        if slots is None or plan is None:
             return original(self, context_states, context_positions, context_slot_mapping)
         groups = {slot.data_ptr(): slot for slot in slots}
         order = list(groups)

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# pyright: reportMissingImports=false
 """Draft tokens of vLLM's DFlash speculator: argmax of every mask row in one kernel."""
 
 from __future__ import annotations
