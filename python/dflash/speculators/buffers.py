@@ -104,6 +104,7 @@ def draft_tokens(
         columns: of the block, the first given when it is not all of it.
     """
     gumbel = sample_method == "gumbel"
+    first_column = columns.start or 0
     record = state.draft_logits if gumbel else None
     if not gumbel and lm_head_sample_plan(hidden, model.lm_head) is not None:
         lm_head_sample(
@@ -115,7 +116,7 @@ def draft_tokens(
             vocab_size=vocab_size,
             logit_scale=logit_scale,
             d2t=d2t,
-            first_column=columns.start or 0,
+            first_column=first_column,
         )
         return
     sample_draft(
@@ -127,7 +128,7 @@ def draft_tokens(
         vocab_size=vocab_size,
         logit_scale=logit_scale,
         d2t=d2t,
-        first_column=columns.start or 0,
+        first_column=first_column,
         draft_tokens=state.draft_tokens[:, columns],
         draft_logits=None if record is None else record[:, columns],
     )

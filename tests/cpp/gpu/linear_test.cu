@@ -127,7 +127,8 @@ TYPED_TEST(LinearKernel, WritesSumsInFp32) {
       ASSERT_EQ(launch_linear(p, nullptr), cudaSuccess);
       place.copy_back();
       SCOPED_TRACE(::testing::Message() << num_rows << " " << num_outputs << " " << size);
-      expect_near(sums, twin);
+      for (size_t i = 0; i < sums.size(); ++i)  // tensor cores truncate where they add
+        ASSERT_NEAR(sums[i], twin[i], 1e-4f * std::max(1.0f, std::fabs(twin[i]))) << i;
       EXPECT_EQ(floats(typed<TypeParam>(sums)), floats(run(batch, false)));
     }
   }
