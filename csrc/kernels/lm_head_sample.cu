@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The tokens that rows sample from logits = hidden weight^T, which are never stored: the streaming
 // GEMM (common/gemm_mainloop.h) whose warpgroups pass 16 rows at a time of their fp32 sums through
-// shared memory, where 16 lanes own a row and a lane four neighbouring columns (one Philox call).
-// A CTA keeps the key of each row's first maximum over its tiles and leaves one a row; sample_draft's
-// last kernel merges them. Larger keys win, in any order. Bytes moved: the weight, once.
+// shared memory, where 16 lanes own a row and a lane four neighbouring columns (one Philox call). A
+// CTA keeps the key of each row's first maximum over its tiles and leaves one a row; the last kernel
+// of sample_draft merges them. Larger keys win, in any order. Bytes moved: the weight, once.
 #include "lm_head_sample.h"
 
 #include "common/gemm_launch.h"

@@ -8,7 +8,7 @@ namespace dflash {
 
 struct LmHeadSampleParams {
   gemm::Operands head;       // x: hidden states; weight: all rows of the head, padding too
-  SampleDraftParams sample;  // without logits and record; scratch: lm_head_sample_scratch_size bytes
+  SampleDraftParams sample;  // no logits, no record; scratch: lm_head_sample_scratch_size bytes
 };
 
 // Whether one kernel and a short one behind it do it: a vocabulary wide enough for tiles of three

@@ -23,7 +23,8 @@ struct ContextLayer {
   int64_t kv_block_size;
 };
 
-// What follows the GEMM, and for few rows the GEMM itself: bias, k_norm, RoPE, value_scale and the store into every layer's cache.
+// What follows the GEMM, and for few rows the GEMM itself: bias, k_norm, RoPE, value_scale and the
+// store into every layer's cache.
 struct PrecomputeContextKvParams {
   const void* kv;  // [num_rows, num_layers, 2, num_kv_heads, head_dim], contiguous; or null
   gemm::Operands product;     // what makes kv where there is none: normed rows and kv_weight

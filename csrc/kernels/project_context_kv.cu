@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // precompute_context_kv for few rows: the streaming GEMM (common/gemm_mainloop.h) over tiles of 128
 // outputs, one head or two, rounded as if they had been stored. They pass through shared memory, 32
-// rows at a time, where 16 lanes own a head of a row and do what precompute_context_kv.cu does. Rows
-// without a slot stop there. Bytes moved: the weight once, K and V of the stored rows once.
+// rows at a time, where 16 lanes own a head of a row and do what precompute_context_kv.cu does.
+// Rows without a slot stop there. Bytes moved: the weight once, K and V of the stored rows once.
 #include "common/context_head.h"
 #include "common/gemm_launch.h"
 
