@@ -105,14 +105,15 @@ STABLE_TORCH_LIBRARY(dflash, m) {
       "Tensor(a!) seq_lens, Tensor(b!) last_sampled, Tensor(c!) tokens_left, Tensor(d!) finished, "
       "Tensor(e!) step, Tensor(f!) output_ring, Tensor(g!)? token_counts) -> ()");
 
-  // residual += x (when given); output = RMSNorm(residual) * weight; tap = residual (when given, any row stride).
+  // residual += x (when given); output = RMSNorm(residual) * weight; tap = residual (when given, any row stride). On a GPU
+  // the weight is read before earlier kernels of the stream are done: none that may still run must write it.
   m.def(
       "add_rms_norm(Tensor? x, Tensor(a!) residual, Tensor weight, float eps, Tensor(b!) output, "
       "Tensor(c!)? tap) -> ()");
 
   // output = x @ weight^T + bias. At most 128 fp16 or bf16 rows on sm_90 (16-byte aligned) and at most 32 fp32 rows on a
-  // CPU: each weight is read once, and a row's bits do not depend on the number of rows. On sm_90 the weight is read while
-  // the kernel before still runs: that one must not write it. Everything else is the library's GEMM.
+  // CPU: each weight is read once, and a row's bits do not depend on the number of rows. On sm_90 the weight is read before
+  // earlier kernels of the stream are done: none that may still run must write it. Everything else is the library's GEMM.
   m.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) output) -> ()");
 
   // The kernel of linear for these operands: [rows, warpgroups, splits] of the streaming GEMM (x is padded to so many

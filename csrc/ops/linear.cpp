@@ -15,12 +15,14 @@ void library_linear(const Tensor& x, const Tensor& weight, const std::optional<T
 }
 
 #ifdef DFLASH_CUDA
-bool streams_weights(const LinearParams& p) { return device_properties().major == 9 && gemm::can_stream(p.operands()); }
+bool is_hopper(const Tensor& x) { return device_properties(x.get_device_index()).major == 9; }
+
+bool streams_weights(const Tensor& x, const LinearParams& p) { return is_hopper(x) && gemm::can_stream(p.operands()); }
 #else
 // Past this many rows packing the weights pays.
 constexpr int64_t kMaxStreamedRows = 32;
 
-bool streams_weights(const LinearParams& p) {
+bool streams_weights(const Tensor&, const LinearParams& p) {
   return p.dtype == DType::kFloat32 && p.num_rows <= kMaxStreamedRows && p.weight_stride == p.size;
 }
 #endif
@@ -44,7 +46,7 @@ void linear(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias, T
   const LinearParams params{x.data_ptr(), weight.data_ptr(), data_ptr<void>(bias), output.data_ptr(),
                             num_rows,     num_outputs,       size,                 x.stride(0),
                             weight.stride(0), output.stride(0), to_dtype(x)};
-  if (!streams_weights(params)) return library_linear(x, weight, bias, output);
+  if (!streams_weights(x, params)) return library_linear(x, weight, bias, output);
   DFLASH_LAUNCH(linear, params, x);
 }
 
@@ -55,7 +57,7 @@ std::vector<int64_t> linear_plan(const Tensor& x, const Tensor& weight) {
   const gemm::Operands operands{x.data_ptr(), weight.data_ptr(), x.size(0),        weight.size(0),
                                 x.size(1),    x.stride(0),       weight.stride(0), to_dtype(x)};
   const gemm::Choice choice = gemm::choose(operands);
-  if (device_properties().major == 9 && choice.rows > 0) return {choice.rows, choice.warpgroups, choice.splits};
+  if (is_hopper(x) && choice.rows > 0) return {choice.rows, choice.warpgroups, choice.splits};
 #endif
   return {};
 }

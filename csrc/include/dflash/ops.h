@@ -210,7 +210,8 @@ inline void advance(const at::Tensor& sampled_token_ids, const at::Tensor& num_s
                  last_sampled, tokens_left, finished, step, output_ring, token_counts);
 }
 
-// residual += x (when given); output = RMSNorm(residual) * weight; tap = residual (when given, any row stride).
+// residual += x (when given); output = RMSNorm(residual) * weight; tap = residual (when given, any row stride). On a GPU
+// the weight is read before earlier kernels of the stream are done: none that may still run must write it.
 inline void add_rms_norm(const std::optional<at::Tensor>& x, at::Tensor residual,
                          const at::Tensor& weight, double eps, at::Tensor output,
                          const std::optional<at::Tensor>& tap) {
@@ -219,8 +220,8 @@ inline void add_rms_norm(const std::optional<at::Tensor>& x, at::Tensor residual
 }
 
 // output = x @ weight^T + bias. At most 128 fp16 or bf16 rows on sm_90 (16-byte aligned) and at most 32 fp32 rows on a
-// CPU: each weight is read once, and a row's bits do not depend on the number of rows. On sm_90 the weight is read while
-// the kernel before still runs: that one must not write it. Everything else is the library's GEMM.
+// CPU: each weight is read once, and a row's bits do not depend on the number of rows. On sm_90 the weight is read before
+// earlier kernels of the stream are done: none that may still run must write it. Everything else is the library's GEMM.
 inline void linear(const at::Tensor& x, const at::Tensor& weight,
                    const std::optional<at::Tensor>& bias, at::Tensor output) {
   static const auto op = detail::find<decltype(linear)>("dflash::linear");
