@@ -3,8 +3,8 @@
 
     PYTHONPATH=SITE:PEER python -m benchmarks.end_to_end.vllm_plugin [--batches 1,4,8,16,32] [--out FOLDER]
 
-SITE holds vLLM 0.26.0 and dflash-cuda, PEER the peer's bench.py, whose models (the shape of Qwen3-8B, dummy weights, synthetic
-acceptance length 6.5) and way to measure these are.
+SITE holds vLLM 0.26.0 and dflash-cuda, PEER the peer's bench.py: its models (Qwen3-8B's shape, dummy weights, synthetic
+acceptance length 6.5) and its way to measure.
 """
 
 from __future__ import annotations
