@@ -56,14 +56,8 @@ STABLE_TORCH_LIBRARY(dflash, m) {
   m.def(
       "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor seq_lens, "
       "Tensor query_start_loc, int max_query_len, int max_seq_len, float scale, bool causal, int window_left, "
-      "int window_right, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, int num_splits, Tensor(a!) output, "
-      "Tensor(b!) workspace) -> ()");
-
-  // Bytes of workspace that paged_attention needs for any batch within these limits: 0, since splits meet in the shared
-  // memory of a cluster.
-  m.def(
-      "paged_attention_workspace_size(int num_rows, int num_reqs, int num_heads, int num_kv_heads, int head_dim, "
-      "int max_query_len, int max_seq_len) -> int");
+      "int window_right, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, int num_splits, "
+      "Tensor(a!) output) -> ()");
 
   // Draft tokens from logits rows [R * N, >= V]: argmax where temperatures is absent or 0, else Gumbel-max with the
   // draft stream keyed by (seed, anchor position, offset, token). Row j belongs to offset first_column + j % N + 1 and is
@@ -116,9 +110,19 @@ STABLE_TORCH_LIBRARY(dflash, m) {
       "add_rms_norm(Tensor? x, Tensor(a!) residual, Tensor weight, float eps, Tensor(b!) output, "
       "Tensor(c!)? tap) -> ()");
 
-  // output = x @ weight^T + bias. fp32 rows up to 32 on a CPU: each weight is read once, and a row's bits do not depend
-  // on the number of rows. Everything else is the library's GEMM.
+  // output = x @ weight^T + bias. At most 128 fp16 or bf16 rows on sm_90 (16-byte aligned) and at most 32 fp32 rows on a
+  // CPU: each weight is read once, and a row's bits do not depend on the number of rows. On sm_90 the weight is read while
+  // the kernel before still runs: that one must not write it. Everything else is the library's GEMM.
   m.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) output) -> ()");
+
+  // The kernel of linear for these operands: [rows, warpgroups, splits] of the streaming GEMM (x is padded to so many
+  // rows, a tile has 64 outputs a warpgroup, K is summed in so many parts), or nothing where it does not serve. splits
+  // alone orders a sum, and does not depend on the number of rows.
+  m.def("linear_plan(Tensor x, Tensor weight) -> int[]");
+
+  // output = silu(x @ gate^T) * (x @ up^T), weight [2 * I, K] = gate then up, both products rounded as linear's. One
+  // kernel where linear streams the weights and I % 8 is 0, with the bits of linear and silu_mul; else these two.
+  m.def("linear_silu_mul(Tensor x, Tensor weight, Tensor(a!) output) -> ()");
 
   // output = silu(gate) * up, gate_up [T, 2 * I] = gate then up.
   m.def("silu_mul(Tensor gate_up, Tensor(a!) output) -> ()");

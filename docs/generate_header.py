@@ -27,6 +27,7 @@ HEADER = """\
 #include <cstdint>
 #include <optional>
 #include <string_view>
+#include <vector>
 
 namespace dflash {{
 namespace detail {{
@@ -49,6 +50,7 @@ TYPES = {
     "bool": "bool",
     "str": "std::string_view",
 }
+RETURNS = {"()": "void", "int": "int64_t", "int[]": "std::vector<int64_t>"}
 WIDTH = 100
 
 
@@ -82,7 +84,7 @@ def wrap(head: str, items: list[str], tail: str) -> str:
 
 def render_op(op: Op) -> str:
     arguments = read_arguments(op.schema)
-    returns = "int64_t" if op.schema.endswith("-> int") else "void"
+    returns = RETURNS[op.schema.rpartition(" -> ")[2]]
     declaration = wrap(
         f"inline {returns} {op.name}(", [f"{a.type} {a.name}" for a in arguments], ") {"
     )

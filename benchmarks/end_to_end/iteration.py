@@ -19,8 +19,10 @@ from benchmarks.shapes import RandomWeights, qwen3_8b, qwen3_8b_draft
 
 from dflash import SamplingParams
 from dflash.engine.args import EngineArgs
+from dflash.engine.buffers import Variant
 from dflash.engine.build import assemble
 from dflash.engine.core import Core
+from dflash.engine.graphs import CapturedStep
 from dflash.models.decoder import DecoderSettings
 from dflash.models.drafter import Drafter
 from dflash.models.target import Target
@@ -90,6 +92,23 @@ class Gaps:
         return busy, [a[1].elapsed_time(b[0]) for a, b in pairs]
 
 
+def draft_milliseconds(core: Core, batch: int, num_replays: int = 30) -> float:
+    """One draft step, context K/V included, over the requests that run: its parts in a graph of their own."""
+    parts = [part for part in core._step.decode_parts if part.name in ("observe", "propose")]
+    rows = core._buffers.verify_batch(core._runner.bucket(batch), Variant())
+    torch.cuda.synchronize()
+    with torch.inference_mode():
+        captured = CapturedStep.capture(parts, rows, torch.cuda.graph_pool_handle())
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        captured.replay(Variant())
+        start.record()
+        for _ in range(num_replays):
+            captured.replay(Variant())
+        end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / num_replays
+
+
 def measure(core: Core, gaps: Gaps, batch: int, num_iterations: int) -> dict:
     params = SamplingParams(temperature=0.0, max_tokens=100_000, ignore_eos=True)
     generator = torch.Generator().manual_seed(batch)
@@ -110,6 +129,8 @@ def measure(core: Core, gaps: Gaps, batch: int, num_iterations: int) -> dict:
     seconds = time.perf_counter() - started
     tokens = sum(len(r.output_token_ids) for r in requests) - before
     busy, idle = gaps.milliseconds()
+    has_draft = core._step.speculator is not None
+    draft = round(draft_milliseconds(core, batch), 3) if has_draft else None
     for request in requests:
         core.abort(request)
     core.step()
@@ -118,6 +139,7 @@ def measure(core: Core, gaps: Gaps, batch: int, num_iterations: int) -> dict:
         "batch": batch,
         "iteration_ms": round(milliseconds, 3),
         "gpu_ms": round(statistics.median(busy), 3),
+        "draft_ms": draft,
         "idle_ms": round(statistics.median(idle), 4),
         "idle_share": round(statistics.median(idle) / milliseconds, 4),
         "acceptance_length": round(tokens / batch / num_iterations, 2),

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 
 import torch
 from benchmarks import report
+from benchmarks.timing import captured, median_us
 
 from dflash.ops.add_rms_norm import add_rms_norm
 from dflash.ops.advance import advance
 from dflash.ops.build_query import build_query
 from dflash.ops.build_verify import build_verify
-from dflash.ops.paged_attention import paged_attention, paged_attention_workspace_size
+from dflash.ops.paged_attention import paged_attention
 from dflash.ops.precompute_context_kv import precompute_context_kv
 from dflash.ops.process_logits import process_logits
 from dflash.ops.qk_norm_rope_store import qk_norm_rope_store
@@ -153,14 +154,10 @@ def _attention(b: Batch, name: str) -> list[Case]:
     def make(causal: bool):
         query, key, value = randn(b.rows, HEADS, HEAD_DIM), b.cache(), b.cache()
         output = torch.empty_like(query)
-        size = paged_attention_workspace_size(
-            num_rows=b.rows, num_reqs=b.reqs, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM,
-            max_query_len=Q, max_seq_len=b.context + Q)  # fmt: skip
-        workspace = torch.empty(size, dtype=torch.uint8, device=DEVICE)
         lengths = b.seq_lens + Q
         return lambda: paged_attention(
             query, key, value, b.block_table, lengths, b.query_start_loc, max_query_len=Q, max_seq_len=b.context + Q,
-            scale=HEAD_DIM**-0.5, causal=causal, workspace=workspace, output=output)  # fmt: skip
+            scale=HEAD_DIM**-0.5, causal=causal, output=output)  # fmt: skip
 
     return [
         Case("paged_attention, causal", name, lambda: make(True), moved, flops),
@@ -288,23 +285,7 @@ def time_us(case: Case, replays: int = 20) -> float:
     """Median microseconds a call, in a graph of calls over rotated inputs."""
     copies = int(min(32, max(2, 3 * L2_BYTES // max(case.bytes, 1))))
     calls = [case.make() for _ in range(copies)]
-    for call in calls[:2]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    times = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / copies)
-    return sorted(times)[len(times) // 2]
+    return median_us({case.op: captured(calls)}, copies, replays)[case.op]
 
 
 def main() -> None:

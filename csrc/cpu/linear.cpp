@@ -17,8 +17,9 @@ typedef float Lanes __attribute__((vector_size(4 * kLanes), aligned(4)));
 // kRows x kOutputs dot products. With kPrefetch the weights of the next tile are asked for on the way.
 template <int kRows, int kOutputs, bool kPrefetch>
 DFLASH_INLINE void tile(const LinearParams& p, int64_t row, int64_t output) {
-  const float* x = p.x + row * p.x_stride;
-  const float* weight = p.weight + output * p.size;
+  const float* x = static_cast<const float*>(p.x) + row * p.x_stride;
+  const float* weight = static_cast<const float*>(p.weight) + output * p.size;
+  const float* bias = static_cast<const float*>(p.bias);
   const int64_t whole = p.size / kLanes * kLanes;
   Lanes sums[kRows][kOutputs] = {};
   for (int64_t k = 0; k < whole; k += kLanes) {
@@ -34,10 +35,10 @@ DFLASH_INLINE void tile(const LinearParams& p, int64_t row, int64_t output) {
   }
   for (int r = 0; r < kRows; ++r) {
     for (int o = 0; o < kOutputs; ++o) {
-      float sum = p.bias != nullptr ? p.bias[output + o] : 0.0f;
+      float sum = bias != nullptr ? bias[output + o] : 0.0f;
       for (int lane = 0; lane < kLanes; ++lane) sum += sums[r][o][lane];
       for (int64_t k = whole; k < p.size; ++k) sum += x[r * p.x_stride + k] * weight[o * p.size + k];
-      p.output[(row + r) * p.output_stride + output + o] = sum;
+      static_cast<float*>(p.output)[(row + r) * p.output_stride + output + o] = sum;
     }
   }
 }

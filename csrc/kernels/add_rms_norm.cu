@@ -5,6 +5,7 @@
 // 16 a thread where rows are aligned.
 #include "add_rms_norm.h"
 
+#include "common/overlap.h"
 #include "common/reduce.h"
 #include "common/vec.h"
 
@@ -42,9 +43,8 @@ __device__ __forceinline__ float sum_of_squares(const Vec<T, kN>& h) {
 }
 
 template <typename T, int kN>
-__device__ __forceinline__ void norm_and_store(const Vec<T, kN>& h, float scale, const T* weight,
-                                               T* output, int64_t column) {
-  const Vec<T, kN> w = load_vec<kN>(weight + column);
+__device__ __forceinline__ void norm_and_store(const Vec<T, kN>& h, float scale,
+                                               const Vec<T, kN>& w, T* output, int64_t column) {
   Vec<T, kN> out;
 #pragma unroll
   for (int i = 0; i < kN; ++i)
@@ -64,7 +64,13 @@ __global__ void __launch_bounds__(kMaxThreads) add_rms_norm_kernel(const AddRmsN
   const int64_t first = static_cast<int64_t>(threadIdx.x) * kN;
   const int64_t step = static_cast<int64_t>(blockDim.x) * kN;
 
-  Vec<T, kN> kept[kItems];
+  Vec<T, kN> kept[kItems], weights[kItems];
+#pragma unroll
+  for (int item = 0; item < kItems; ++item) {
+    if (first + item * step < p.size) weights[item] = load_vec<kN>(weight + first + item * step);
+  }
+  wait_for_predecessor();
+  let_successor_start();
   float sum = 0.0f;
 #pragma unroll
   for (int item = 0; item < kItems; ++item) {
@@ -82,11 +88,11 @@ __global__ void __launch_bounds__(kMaxThreads) add_rms_norm_kernel(const AddRmsN
   for (int item = 0; item < kItems; ++item) {
     const int64_t column = first + item * step;
     if (column >= p.size) break;
-    norm_and_store(kept[item], scale, weight, output, column);
+    norm_and_store(kept[item], scale, weights[item], output, column);
   }
   for (int64_t column = first + kItems * step; column < p.size; column += step) {
-    norm_and_store(load_vec<kN>(static_cast<const T*>(residual) + column), scale, weight, output,
-                   column);
+    norm_and_store(load_vec<kN>(static_cast<const T*>(residual) + column), scale,
+                   load_vec<kN>(weight + column), output, column);
   }
 }
 
@@ -95,8 +101,8 @@ cudaError_t launch_with(const AddRmsNormParams& p, cudaStream_t stream) {
   const int64_t wanted = (p.size + kN * kItems - 1) / (kN * kItems);
   const int threads =
       static_cast<int>(wanted < kMaxThreads ? (wanted + 31) / 32 * 32 : kMaxThreads);
-  add_rms_norm_kernel<T, kN, kItems><<<static_cast<unsigned>(p.num_rows), threads, 0, stream>>>(p);
-  return cudaGetLastError();
+  return launch_overlapped(add_rms_norm_kernel<T, kN, kItems>,
+                           dim3(static_cast<unsigned>(p.num_rows)), threads, 0, stream, p);
 }
 
 template <typename T>

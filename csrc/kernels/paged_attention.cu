@@ -12,6 +12,7 @@
 #include "common/attention_fp32.h"
 #include "common/attention_mma.h"
 #include "common/device.h"
+#include "common/overlap.h"
 
 namespace dflash {
 namespace {
@@ -81,13 +82,10 @@ cudaError_t launch_tiles(const PagedAttentionParams& p, cudaStream_t stream) {
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   if (error != cudaSuccess) return error;
 
-  cudaLaunchAttribute attributes[2]{};
+  cudaLaunchAttribute attributes[2]{{}, overlap_attribute()};
   attributes[0].id = cudaLaunchAttributeClusterDimension;
   attributes[0].val.clusterDim.x = plan.num_ctas;
   attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-  // The launch overlaps the end of the kernel before it; the kernel waits for its results.
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
   const int64_t packed_rows =
       static_cast<int64_t>(p.max_query_len) * (p.num_heads / p.num_kv_heads);
   const int64_t tiles = ceil_div64(packed_rows, L::kM);

@@ -31,7 +31,6 @@ struct PagedAttentionParams {
   const float* k_scale;            // [1] or null
   const float* v_scale;            // [1] or null
   void* output;                    // [num_rows, num_heads, head_dim]
-  void* workspace;
   RowStrides query_strides, output_strides;  // in elements, like every stride here
   CacheStrides key_strides, value_strides;
   int64_t block_table_stride;
@@ -52,10 +51,6 @@ inline constexpr int kMaxSplits = 16;  // splits are powers of two
 inline bool splits_are_valid(int64_t num_splits) {
   return num_splits >= 0 && num_splits <= kMaxSplits && (num_splits & (num_splits - 1)) == 0;
 }
-
-// Splits meet in the shared memory of a cluster: nothing is kept between launches, and nothing lies
-// in device memory.
-inline constexpr int64_t kWorkspaceBytes = 0;
 
 }  // namespace attention
 

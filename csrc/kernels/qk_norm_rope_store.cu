@@ -6,6 +6,7 @@
 #include "qk_norm_rope_store.h"
 
 #include "common/head.h"
+#include "common/overlap.h"
 
 namespace dflash {
 namespace {
@@ -16,6 +17,8 @@ template <typename T, typename Cache, int kN, int kLanes>
 __global__ void __launch_bounds__(kThreads)
     qk_norm_rope_store_kernel(const __grid_constant__ QkNormRopeStoreParams p) {
   extern __shared__ float4 shared[];
+  wait_for_predecessor();
+  let_successor_start();
   constexpr int kGroups = kThreads / kLanes;
   const int group = threadIdx.x / kLanes;
   const int heads_per_row = p.num_heads + 2 * p.num_kv_heads;
@@ -53,8 +56,8 @@ cudaError_t launch_with(const QkNormRopeStoreParams& p, cudaStream_t stream) {
   const int64_t items = p.num_rows * (p.num_heads + 2 * p.num_kv_heads);
   const unsigned grid = static_cast<unsigned>((items + kGroups - 1) / kGroups);
   const size_t shared_bytes = sizeof(float) * kGroups * p.head_dim;
-  qk_norm_rope_store_kernel<T, Cache, kN, kLanes><<<grid, kThreads, shared_bytes, stream>>>(p);
-  return cudaGetLastError();
+  return launch_overlapped(qk_norm_rope_store_kernel<T, Cache, kN, kLanes>, grid, kThreads,
+                           shared_bytes, stream, p);
 }
 
 template <typename T, typename Cache>

@@ -3,6 +3,8 @@
 // Bytes moved: 3 * num_rows * size * sizeof(T), 16 a thread where rows are aligned.
 #include "silu_mul.h"
 
+#include "common/overlap.h"
+#include "common/silu.h"
 #include "common/vec.h"
 
 namespace dflash {
@@ -13,6 +15,8 @@ constexpr int64_t kMaxGridY = 65535;
 
 template <typename T, int kN>
 __global__ void __launch_bounds__(kThreads) silu_mul_kernel(const SiluMulParams p) {
+  wait_for_predecessor();
+  let_successor_start();
   const int64_t column = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kN;
   if (column >= p.size) return;
   for (int64_t r = blockIdx.y; r < p.num_rows; r += gridDim.y) {
@@ -22,8 +26,7 @@ __global__ void __launch_bounds__(kThreads) silu_mul_kernel(const SiluMulParams 
     Vec<T, kN> out;
 #pragma unroll
     for (int i = 0; i < kN; ++i) {
-      const float x = to_float(g.x[i]);
-      out.x[i] = from_float<T>(x / (1.0f + __expf(-x)) * to_float(u.x[i]));
+      out.x[i] = from_float<T>(silu_mul_of(to_float(g.x[i]), to_float(u.x[i])));
     }
     store_vec<kN>(static_cast<T*>(p.output) + r * p.output_stride + column, out);
   }
@@ -37,12 +40,8 @@ cudaError_t launch(const SiluMulParams& p, cudaStream_t stream) {
   const int64_t columns = (p.size + width - 1) / width;
   const dim3 grid(static_cast<unsigned>((columns + kThreads - 1) / kThreads),
                   static_cast<unsigned>(p.num_rows < kMaxGridY ? p.num_rows : kMaxGridY));
-  if (vectorizable) {
-    silu_mul_kernel<T, kVec<T>><<<grid, kThreads, 0, stream>>>(p);
-  } else {
-    silu_mul_kernel<T, 1><<<grid, kThreads, 0, stream>>>(p);
-  }
-  return cudaGetLastError();
+  const auto kernel = vectorizable ? silu_mul_kernel<T, kVec<T>> : silu_mul_kernel<T, 1>;
+  return launch_overlapped(kernel, grid, kThreads, 0, stream, p);
 }
 
 }  // namespace

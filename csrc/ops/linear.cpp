@@ -14,12 +14,14 @@ void library_linear(const Tensor& x, const Tensor& weight, const std::optional<T
   torch::stable::detail::to<Tensor>(stack[0]);  // takes the returned reference
 }
 
-#ifndef DFLASH_CUDA
+#ifdef DFLASH_CUDA
+bool streams_weights(const LinearParams& p) { return device_properties().major == 9 && gemm::can_stream(p.operands()); }
+#else
 // Past this many rows packing the weights pays.
 constexpr int64_t kMaxStreamedRows = 32;
 
-bool streams_weights(const Tensor& x, const Tensor& weight) {
-  return x.scalar_type() == ScalarType::Float && x.size(0) <= kMaxStreamedRows && weight.is_contiguous();
+bool streams_weights(const LinearParams& p) {
+  return p.dtype == DType::kFloat32 && p.num_rows <= kMaxStreamedRows && p.weight_stride == p.size;
 }
 #endif
 
@@ -39,16 +41,26 @@ void linear(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias, T
   check_tensor(output, "output", {num_rows, num_outputs}, x.scalar_type(), x);
   if (num_rows == 0 || num_outputs == 0) return;
 
-#ifndef DFLASH_CUDA
-  if (streams_weights(x, weight)) {
-    const LinearParams params{data_ptr<float>(x), data_ptr<float>(weight), data_ptr<float>(bias),
-                              data_ptr<float>(output), num_rows, num_outputs, size, x.stride(0), output.stride(0)};
-    return cpu::linear(params);
-  }
+  const LinearParams params{x.data_ptr(), weight.data_ptr(), data_ptr<void>(bias), output.data_ptr(),
+                            num_rows,     num_outputs,       size,                 x.stride(0),
+                            weight.stride(0), output.stride(0), to_dtype(x)};
+  if (!streams_weights(params)) return library_linear(x, weight, bias, output);
+  DFLASH_LAUNCH(linear, params, x);
+}
+
+std::vector<int64_t> linear_plan(const Tensor& x, const Tensor& weight) {
+  check_shape(x, "x", {-1, -1});
+  check_tensor(weight, "weight", {-1, x.size(1)}, x.scalar_type(), x);
+#ifdef DFLASH_CUDA
+  const gemm::Operands operands{x.data_ptr(), weight.data_ptr(), x.size(0),        weight.size(0),
+                                x.size(1),    x.stride(0),       weight.stride(0), to_dtype(x)};
+  const gemm::Choice choice = gemm::choose(operands);
+  if (device_properties().major == 9 && choice.rows > 0) return {choice.rows, choice.warpgroups, choice.splits};
 #endif
-  library_linear(x, weight, bias, output);
+  return {};
 }
 
 }  // namespace dflash
 
 DFLASH_REGISTER(linear)
+DFLASH_REGISTER(linear_plan)

@@ -60,8 +60,7 @@ void paged_attention(const Tensor& query, const Tensor& key_cache, const Tensor&
                      const Tensor& query_start_loc, int64_t max_query_len, int64_t max_seq_len,
                      double scale, bool causal, int64_t window_left, int64_t window_right,
                      const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scale,
-                     const std::optional<Tensor>& v_scale, int64_t num_splits, Tensor output,
-                     Tensor workspace) {
+                     const std::optional<Tensor>& v_scale, int64_t num_splits, Tensor output) {
   check_shape(query, "query", {-1, -1, -1});
   check_floating(query, "query");
   check_last_dim_contiguous(query, "query");
@@ -86,7 +85,6 @@ void paged_attention(const Tensor& query, const Tensor& key_cache, const Tensor&
   STD_TORCH_CHECK(key_cache.size(1) > 0, "key_cache: kv_block_size must be at least 1");
   STD_TORCH_CHECK(attention::splits_are_valid(num_splits),
                   "num_splits: expected 0, 1, 2, 4, 8 or 16, got ", num_splits);
-  check_tensor(workspace, "workspace", {-1}, ScalarType::Byte, query);
   if (num_rows == 0 || num_reqs == 0 || num_heads == 0 || max_query_len <= 0) return;
 
   PagedAttentionParams params{};
@@ -100,7 +98,6 @@ void paged_attention(const Tensor& query, const Tensor& key_cache, const Tensor&
   params.k_scale = data_ptr<const float>(k_scale);
   params.v_scale = data_ptr<const float>(v_scale);
   params.output = output.data_ptr();
-  params.workspace = workspace.data_ptr();
   params.query_strides = {query.stride(0), query.stride(1)};
   params.output_strides = {output.stride(0), output.stride(1)};
   params.key_strides = cache_strides(key_cache);
@@ -125,24 +122,6 @@ void paged_attention(const Tensor& query, const Tensor& key_cache, const Tensor&
   DFLASH_LAUNCH(paged_attention, params, query);
 }
 
-#ifndef DFLASH_CUDA
-int64_t paged_attention_workspace_size(int64_t num_rows, int64_t num_reqs, int64_t num_heads,
-                                       int64_t num_kv_heads, int64_t head_dim,
-                                       int64_t max_query_len, int64_t max_seq_len) {
-  STD_TORCH_CHECK(
-      num_rows >= 0 && num_reqs >= 0 && head_dim > 0 && max_query_len >= 0 && max_seq_len >= 0,
-      "paged_attention_workspace_size: limits must not be negative");
-  STD_TORCH_CHECK(num_kv_heads > 0 && num_heads % num_kv_heads == 0,
-                  "num_heads: must be a multiple of num_kv_heads, got ", num_heads, " and ",
-                  num_kv_heads);
-  return attention::kWorkspaceBytes;
-}
-#endif
-
 }  // namespace dflash
 
 DFLASH_REGISTER(paged_attention)
-#ifndef DFLASH_CUDA
-// No tensors, no device: one implementation for every key.
-DFLASH_REGISTER_FOR(CompositeExplicitAutograd, paged_attention_workspace_size)
-#endif

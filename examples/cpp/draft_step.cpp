@@ -152,12 +152,9 @@ struct Step {
     dflash::qk_norm_rope_store(qkv, drafter.q_norm, drafter.k_norm, kEps, drafter.cos_sin, true,
                                query.positions, query.slots, 1.0, {}, {}, q, key_cache,
                                value_cache);
-    const int64_t size = dflash::paged_attention_workspace_size(kQuery, 1, kHeads, kKvHeads,
-                                                                kHeadDim, kQuery, kMaxModelLen);
-    const Tensor workspace = torch::empty({size}, torch::dtype(torch::kUInt8).device(device));
     dflash::paged_attention(q, key_cache, value_cache, block_table, query.seq_lens, query.start_loc,
                             kQuery, kMaxModelLen, 1 / std::sqrt(kHeadDim), false, -1, -1, {}, {},
-                            {}, 0, output, workspace);
+                            {}, 0, output);
     const Tensor expected =
         attend_plainly(drafter, features.slice(0, 0, 12), query.ids, query.positions);
     const double error = ((output - expected).norm() / expected.norm()).item<double>();

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""native's workspace, FlashAttention's arguments, and a decoder over backends that differ by layer group."""
+"""FlashAttention's arguments, and a decoder over backends that differ by layer group."""
 
 import sys
 from dataclasses import replace

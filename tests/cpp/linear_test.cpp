@@ -14,7 +14,8 @@ void expect_exact(int64_t num_rows, int64_t num_outputs, int64_t size) {
   for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(i % 7) - 3;
   for (size_t i = 0; i < weight.size(); ++i) weight[i] = static_cast<float>(i % 5) - 2;
   for (size_t i = 0; i < bias.size(); ++i) bias[i] = static_cast<float>(i);
-  cpu::linear({x.data(), weight.data(), bias.data(), output.data(), num_rows, num_outputs, size, size, num_outputs});
+  cpu::linear({x.data(), weight.data(), bias.data(), output.data(), num_rows, num_outputs, size, size, size, num_outputs,
+               DType::kFloat32});
   for (int64_t r = 0; r < num_rows; ++r) {
     for (int64_t o = 0; o < num_outputs; ++o) {
       float sum = bias[o];

@@ -32,6 +32,8 @@ TEST_P(ProcessLogits, EqualsTheOracle) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Shapes, ProcessLogits, ::testing::ValuesIn(testing::kLogitsShapes));
+INSTANTIATE_TEST_SUITE_P(LargeShapes, ProcessLogits,
+                         ::testing::ValuesIn(testing::kLargeLogitsShapes));
 
 }  // namespace
 }  // namespace dflash

@@ -31,7 +31,7 @@ VARIANTS = {
     "drafter, batch": {"draft": "demo", "max_num_seqs": 4},
     "N = 3": {"draft": "demo", "max_num_seqs": 4, "num_speculative_tokens": 3},
     "chunks": {"draft": "demo", "max_num_seqs": 7, "max_num_batched_tokens": 17},
-    "preemption": {"draft": "demo", "max_num_seqs": 7, "num_gpu_blocks_override": 150},
+    "preemption": {"draft": "demo", "max_num_seqs": 7, "num_gpu_blocks_override": 128},
     "prefix hits": {"draft": "demo", "max_num_seqs": 2, "enable_prefix_caching": True},
 }
 

@@ -9,7 +9,7 @@ from dflash.ops.add_rms_norm import add_rms_norm
 from dflash.ops.linear import linear
 from dflash.ops.silu_mul import silu_mul
 
-RETURNS_A_NUMBER = {"paged_attention_workspace_size"}
+ASKS = {"linear_plan"}  # what would run: nothing to trace
 
 
 def test_every_op_is_compiled_and_exported():
@@ -19,7 +19,7 @@ def test_every_op_is_compiled_and_exported():
         if name.startswith("dflash::")
     }
     folder = Path(__file__).parent
-    for op in registered - RETURNS_A_NUMBER:
+    for op in registered - ASKS:
         assert "check_op(" in (folder / f"test_{op}.py").read_text(), op
 
 

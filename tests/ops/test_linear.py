@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from dflash.ops.linear import linear, linear_reference
+from dflash.ops.linear import linear, linear_plan, linear_reference
 
 from .support import DEVICES, DTYPES, assert_close, check_op, guarded
 
@@ -48,3 +48,85 @@ def test_linear_refuses_bad_input():
 def test_linear_opcheck():
     arguments = (torch.randn(3, 16), torch.randn(5, 16), torch.randn(5), torch.empty(3, 5))
     check_op(torch.ops.dflash.linear.default, arguments)
+
+
+def on_gpu(dtype, rows, outputs, size):
+    """x, weight and bias for the streaming GEMM."""
+    x = torch.randn(rows, size, dtype=dtype, device="cuda")
+    weight = torch.randn(outputs, size, dtype=dtype, device="cuda") * size**-0.5
+    return x, weight, torch.randn(outputs, dtype=dtype, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 33, 64, 65, 127, 128])
+@pytest.mark.parametrize(
+    "outputs,size",
+    [(8, 8), (1, 64), (77, 72), (576, 1536), (960, 576), (4096, 4096), (24576, 512), (300, 20480)],
+)
+def test_streamed_equals_torch(dtype, rows, outputs, size):
+    x, weight, bias = on_gpu(dtype, rows, outputs, size)
+    assert linear_plan(x, weight) is not None
+    output, check_guards = guarded((rows, outputs), dtype, "cuda")
+    linear(x, weight, bias, output)
+    check_guards()
+    assert_close(output, torch.nn.functional.linear(x.double(), weight.double(), bias.double()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("outputs,size", [(77, 72), (576, 1536), (4096, 4096), (24576, 512)])
+def test_streamed_row_does_not_depend_on_the_others(outputs, size):
+    x, weight, bias = on_gpu(torch.bfloat16, 128, outputs, size)
+    together = linear(x, weight, bias)
+    for rows in (1, 7, 16, 32, 50, 127):
+        assert torch.equal(linear(x[:rows], weight, bias), together[:rows])
+    assert torch.equal(linear(x[96:], weight, bias), together[96:])
+
+
+@pytest.mark.gpu
+def test_streamed_reads_and_writes_strided_rows():
+    x, weight, _ = on_gpu(torch.bfloat16, 40, 200, 264)
+    outside = torch.full((40, 211), 7.0, dtype=x.dtype, device="cuda")
+    linear(x, weight, None, outside[:, 3:203])
+    assert torch.equal(outside[:, 3:203], linear(x, weight))
+    assert (outside[:, :3] == 7).all() and (outside[:, 203:] == 7).all()
+    padded = torch.full((40, 272), float("nan"), dtype=x.dtype, device="cuda")
+    padded[:, :264] = x
+    assert torch.equal(linear(padded[:, :264], weight), linear(x, weight))
+
+
+@pytest.mark.gpu
+def test_plan_names_what_the_library_serves():
+    x, weight, _ = on_gpu(torch.bfloat16, 4, 16, 64)
+    assert linear_plan(x, weight) == (16, 1, 1)
+    assert linear_plan(*on_gpu(torch.bfloat16, 129, 16, 64)[:2]) is None
+    assert linear_plan(*on_gpu(torch.bfloat16, 4, 16, 12)[:2]) is None
+    assert linear_plan(x.float(), weight.float()) is None
+    assert linear_plan(x[:, 1:57], weight[:, 1:57]) is None
+    assert linear_plan(*on_gpu(torch.bfloat16, 16, 4096, 4096)[:2]) == (16, 1, 2)
+    assert linear_plan(*on_gpu(torch.bfloat16, 100, 24576, 64)[:2]) == (128, 3, 1)
+
+
+@pytest.mark.gpu
+def test_streamed_in_a_graph_reads_what_was_just_written():
+    """norm-like writer, product, product, 20 times in one graph, replayed with other inputs."""
+    x, weight, _ = on_gpu(torch.bfloat16, 16, 1024, 1024)
+    source, outputs = torch.zeros_like(x), [torch.empty_like(x) for _ in range(20)]
+
+    def chain():
+        for i, output in enumerate(outputs):
+            torch.mul(source, 1.0 + i, out=x)
+            linear(linear(x, weight), weight, None, output)
+
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain()
+    for _ in range(3):
+        source.copy_(torch.randn_like(source))
+        graph.replay()
+        for i, output in enumerate(outputs):
+            torch.cuda.synchronize()
+            alone = linear(source * (1.0 + i), weight)
+            torch.cuda.synchronize()
+            assert torch.equal(output, linear(alone, weight))

@@ -4,11 +4,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from dflash.ops.paged_attention import (
-    paged_attention,
-    paged_attention_reference,
-    paged_attention_workspace_size,
-)
+from dflash.ops.paged_attention import paged_attention, paged_attention_reference
 
 from .support import DEVICES, DTYPES, RELATIVE_ERROR, assert_close, check_op, guarded
 
@@ -315,10 +311,6 @@ def test_paged_attention_does_not_depend_on_the_thread_count():
     assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
 
 
-def test_paged_attention_needs_no_workspace():
-    assert paged_attention_workspace_size(1 << 20, 4096, 32, 8, 128, 1 << 20, 1 << 20) == 0
-
-
 def row_alone(batch, r, row):
     """Row `row` of request r as a call of its own; what follows it in the request is cut off."""
     first = int(batch.query_start_loc[r])
@@ -365,8 +357,6 @@ def test_paged_attention_any_number_of_splits(device, num_splits):
 
 def test_paged_attention_refuses_bad_input():
     batch = make_batch([(2, 300)])
-    with pytest.raises(RuntimeError, match="workspace: expected uint8, got float32"):
-        batch.run(workspace=torch.empty(16))
     for num_splits in (-1, 3, 32):
         with pytest.raises(RuntimeError, match=f"num_splits: expected .* 16, got {num_splits}"):
             batch.run(num_splits=num_splits)
@@ -383,11 +373,8 @@ def test_paged_attention_refuses_bad_input():
     with pytest.raises(RuntimeError, match="value_cache: expected float32 or float8_e4m3fn"):
         batch.value_cache = batch.value_cache.half()
         batch.run()
-    workspace = torch.empty(1 << 20, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="multiple of key_cache's, got 4 and 3"):
-        make_batch([(2, 300)], heads=(4, 3)).run(workspace=workspace)
-    with pytest.raises(RuntimeError, match="multiple of num_kv_heads, got 4 and 3"):
-        paged_attention_workspace_size(1, 1, 4, 3, 64, 1, 1)
+        make_batch([(2, 300)], heads=(4, 3)).run()
     with pytest.raises(RuntimeError, match="multiple of 8 up to 256, got 36"):
         make_batch([(2, 300)], head_dim=36).run()
 
@@ -395,8 +382,7 @@ def test_paged_attention_refuses_bad_input():
 def test_paged_attention_opcheck():
     batch = make_batch([(2, 30)])
     args = (*batch.args(), -1, -1, None, None, None, 0, torch.empty_like(batch.query))
-    workspace = torch.empty(0, dtype=torch.uint8)
-    check_op(torch.ops.dflash.paged_attention.default, (*args, workspace))
+    check_op(torch.ops.dflash.paged_attention.default, args)
 
 
 @pytest.mark.gpu
@@ -411,14 +397,12 @@ def test_paged_attention_refuses_other_head_dims_on_cuda():
 def test_paged_attention_splits_are_bitwise_repeatable(dtype, query_len):
     lens = [(query_len, 3000), (query_len, 77), (query_len, 0)]
     batch = make_batch(lens, dtype, "cuda", heads=(8, 2), head_dim=128)
-    workspace = torch.full((1 << 20,), 255, dtype=torch.uint8, device="cuda")
-    first = batch.run(workspace=workspace)
+    first = batch.run()
     assert_close(first, batch.expected())
     output = torch.empty_like(first)
     for i in range(1000):
         output.fill_(NAN if i % 2 else i)
-        assert torch.equal(batch.run(output=output, workspace=workspace), first), f"repeat {i}"
-    assert (workspace == 255).all(), "no state is kept between launches"
+        assert torch.equal(batch.run(output=output), first), f"repeat {i}"
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ from dflash.engine.llm import LLM
 from tests.support import humaneval
 from tests.support.engine import greedy_params
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(7200)]
 
 NUM_REQUESTS = 100
 NUM_TOKENS = 144  # a request grows by most of a prompt: the small cache preempts every other one

@@ -24,6 +24,7 @@ class Quarter:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+    iterations: int = 0
     references: int = 0
     references_equal: int = 0
     reference_drafts: int = 0

@@ -19,6 +19,7 @@
 #include <cstdint>
 #include <optional>
 #include <string_view>
+#include <vector>
 
 namespace dflash {
 namespace detail {
@@ -118,21 +119,11 @@ inline void paged_attention(const at::Tensor& query, const at::Tensor& key_cache
                             const std::optional<at::Tensor>& sinks,
                             const std::optional<at::Tensor>& k_scale,
                             const std::optional<at::Tensor>& v_scale, int64_t num_splits,
-                            at::Tensor output, at::Tensor workspace) {
+                            at::Tensor output) {
   static const auto op = detail::find<decltype(paged_attention)>("dflash::paged_attention");
   return op.call(query, key_cache, value_cache, block_table, seq_lens, query_start_loc,
                  max_query_len, max_seq_len, scale, causal, window_left, window_right, sinks,
-                 k_scale, v_scale, num_splits, output, workspace);
-}
-
-// Bytes of workspace that paged_attention needs for any batch within these limits: 0, since splits meet in the shared
-// memory of a cluster.
-inline int64_t paged_attention_workspace_size(int64_t num_rows, int64_t num_reqs, int64_t num_heads,
-                                              int64_t num_kv_heads, int64_t head_dim,
-                                              int64_t max_query_len, int64_t max_seq_len) {
-  static const auto op =
-      detail::find<decltype(paged_attention_workspace_size)>("dflash::paged_attention_workspace_size");
-  return op.call(num_rows, num_reqs, num_heads, num_kv_heads, head_dim, max_query_len, max_seq_len);
+                 k_scale, v_scale, num_splits, output);
 }
 
 // Draft tokens from logits rows [R * N, >= V]: argmax where temperatures is absent or 0, else Gumbel-max with the
@@ -227,12 +218,28 @@ inline void add_rms_norm(const std::optional<at::Tensor>& x, at::Tensor residual
   return op.call(x, residual, weight, eps, output, tap);
 }
 
-// output = x @ weight^T + bias. fp32 rows up to 32 on a CPU: each weight is read once, and a row's bits do not depend
-// on the number of rows. Everything else is the library's GEMM.
+// output = x @ weight^T + bias. At most 128 fp16 or bf16 rows on sm_90 (16-byte aligned) and at most 32 fp32 rows on a
+// CPU: each weight is read once, and a row's bits do not depend on the number of rows. On sm_90 the weight is read while
+// the kernel before still runs: that one must not write it. Everything else is the library's GEMM.
 inline void linear(const at::Tensor& x, const at::Tensor& weight,
                    const std::optional<at::Tensor>& bias, at::Tensor output) {
   static const auto op = detail::find<decltype(linear)>("dflash::linear");
   return op.call(x, weight, bias, output);
+}
+
+// The kernel of linear for these operands: [rows, warpgroups, splits] of the streaming GEMM (x is padded to so many
+// rows, a tile has 64 outputs a warpgroup, K is summed in so many parts), or nothing where it does not serve. splits
+// alone orders a sum, and does not depend on the number of rows.
+inline std::vector<int64_t> linear_plan(const at::Tensor& x, const at::Tensor& weight) {
+  static const auto op = detail::find<decltype(linear_plan)>("dflash::linear_plan");
+  return op.call(x, weight);
+}
+
+// output = silu(x @ gate^T) * (x @ up^T), weight [2 * I, K] = gate then up, both products rounded as linear's. One
+// kernel where linear streams the weights and I % 8 is 0, with the bits of linear and silu_mul; else these two.
+inline void linear_silu_mul(const at::Tensor& x, const at::Tensor& weight, at::Tensor output) {
+  static const auto op = detail::find<decltype(linear_silu_mul)>("dflash::linear_silu_mul");
+  return op.call(x, weight, output);
 }
 
 // output = silu(gate) * up, gate_up [T, 2 * I] = gate then up.

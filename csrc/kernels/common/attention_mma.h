@@ -8,6 +8,7 @@
 
 #include "attention_merge.h"
 #include "attention_warp.h"
+#include "overlap.h"
 
 namespace dflash::attention {
 
@@ -18,13 +19,16 @@ __device__ __forceinline__ uint32_t place_of(int row, int column) {
 }
 
 // K and V rows of a step that no 16-byte copy may touch.
+// NOTE: as many turns for every lane: lanes that returned apart met the next barrier apart.
 template <typename L, int D, int kElementBytes>
 __device__ __noinline__ void copy_rows(uint8_t* key_stage, uint8_t* value_stage,
                                        const SlotOffset* slots, const uint8_t* keys,
                                        const uint8_t* values) {
-  constexpr int kRowBytes = D * kElementBytes;
-  for (int i = threadIdx.x; i < L::kStepKeys * kRowBytes; i += kThreads) {
-    const int row = i / kRowBytes, column = i % kRowBytes;
+  constexpr int kRowBytes = D * kElementBytes, kPasses = L::kStepKeys * kRowBytes / kThreads;
+  static_assert(L::kStepKeys * kRowBytes % kThreads == 0);
+#pragma unroll 1
+  for (int pass = 0; pass < kPasses; ++pass) {
+    const int i = threadIdx.x + pass * kThreads, row = i / kRowBytes, column = i % kRowBytes;
     const SlotOffset slot = slots[row];
     const uint32_t at = place_of<L, D, kElementBytes>(row, column);
     key_stage[at] = slot.key < 0 ? 0 : keys[slot.key + column];
@@ -199,29 +203,27 @@ __device__ __forceinline__ void stage_query(const PagedAttentionParams& p, const
   }
 }
 
-// A warp's 16 rows as A fragments, straight from memory.
+// A warp's 16 rows as A fragments, straight from memory. Rows past the last repeat it and are never
+// stored: no lane goes its own way.
 template <int D>
 __device__ __forceinline__ void load_query(const PagedAttentionParams& p, const Plan& plan,
                                            const Work& w, int warp_row, QueryFragments<D>& q) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int64_t offset = query_row(p, plan, w, w.first_row + warp_row + lane / 4 + 8 * half);
+    const int packed = min(w.first_row + warp_row + lane / 4 + 8 * half, w.num_rows - 1);
     const uint8_t* row =
-        static_cast<const uint8_t*>(p.query) + (offset < 0 ? 0 : offset) + lane % 4 * 4;
+        static_cast<const uint8_t*>(p.query) + query_row(p, plan, w, packed) + lane % 4 * 4;
     if (plan.query_aligned) {
 #pragma unroll
-      for (int i = 0; i < D / 8; ++i) {
-        uint32_t pair = 0;
-        if (offset >= 0) pair = *reinterpret_cast<const uint32_t*>(row + i * 16);
-        q[i / 2][i % 2 * 2 + half] = pair;
-      }
+      for (int i = 0; i < D / 8; ++i)
+        q[i / 2][i % 2 * 2 + half] = *reinterpret_cast<const uint32_t*>(row + i * 16);
       continue;
     }
 #pragma unroll
     for (int i = 0; i < D / 8; ++i) {
       const uint16_t* two = reinterpret_cast<const uint16_t*>(row + i * 16);
-      q[i / 2][i % 2 * 2 + half] = offset < 0 ? 0 : two[0] | static_cast<uint32_t>(two[1]) << 16;
+      q[i / 2][i % 2 * 2 + half] = two[0] | static_cast<uint32_t>(two[1]) << 16;
     }
   }
 }
@@ -258,9 +260,8 @@ __global__ void __launch_bounds__(kThreads, ctas_per_sm(kWgmma))
                            const __grid_constant__ Plan plan) {
   using L = Tile<D, kWarpsM, kWgmma && kDeviceHasWgmma>;
   extern __shared__ __align__(1024) uint8_t smem[];
-  // Every CTA waits, also one without work: a successor may only start when all before it is done.
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  wait_for_predecessor();
+  let_successor_start();
   const int rank = blockIdx.x & (plan.num_ctas - 1);
   Stager<T, D, L, kFp8> stager(p, plan, smem);
   // Without a window the first steps are known before the lengths: one latency for both.

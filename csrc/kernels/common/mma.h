@@ -50,6 +50,19 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t row
                : "memory");
 }
 
+// One or two 8x8 matrices of 16-bit elements from the fragments of mma.sync, transposed; lane l gives
+// the shared address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void stmatrix_trans(uint32_t row, const uint32_t (&r)[1]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};\n" ::"r"(row), "r"(r[0])
+               : "memory");
+}
+
+__device__ __forceinline__ void stmatrix_trans(uint32_t row, const uint32_t (&r)[2]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};\n" ::"r"(row),
+               "r"(r[0]), "r"(r[1])
+               : "memory");
+}
+
 // c += a * b.
 template <typename T>
 __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,

@@ -194,7 +194,7 @@ def assemble(
     """The engine over models that are in memory already; n = num_speculative_tokens, 0 without a drafter."""
     device, max_model_len = settings.device, settings.max_model_len
     num_query_per_req = n + 1
-    tile_rows = settings.tile_rows
+    tile_rows = target.padded_rows
     multiple = request_multiple(num_query_per_req, tile_rows)
     # Padded: whole tiles of verified rows; a prefill has one more request to fill its last tile.
     max_reqs = max(

@@ -12,7 +12,7 @@ import torch
 
 from dflash.engine.admission import Limits
 from dflash.engine.buffers import OUTPUT_RING
-from dflash.engine.flight import Flight
+from dflash.engine.flight import Flight, PassTimer
 from dflash.engine.graphs import GraphRunner
 from dflash.engine.outputs import Logprob
 from dflash.engine.pacing import PrefillPacer
@@ -63,8 +63,8 @@ class Core:
         self.limits = limits
         self._num_requests = 0
         self._num_passes = int(self._step.state.step.item())  # that wrote the output ring
+        self.num_iterations = 0
         self._flights: deque[Flight] = deque()
-        self._last_read = 0.0
         self._failure: DflashError | None = None
 
     @property
@@ -198,26 +198,27 @@ class Core:
             request.statistics.num_cached_tokens = request.num_computed
 
     def _prefill(self, chunks: list[PrefillChunk]) -> Flight:
-        started = time.perf_counter()
+        timer = PassTimer(self._runner.on_gpu)
         sampled = [chunk.request for chunk in chunks if chunk.samples]
         batch = self._buffers.prefill(chunks)
         flow = self._step.prefill(batch)
         for chunk in chunks:
             self.scheduler.prefilled(chunk)  # later passes run behind this one
-        return self._flight(sampled, 1, flow, started, chunks)
+        return self._flight(sampled, 1, flow, timer, chunks)
 
     def _decode(self, requests: list[Request]) -> Flight:
-        started = time.perf_counter()
+        timer = PassTimer(self._runner.on_gpu)
         batch = self._buffers.decode(requests, self._runner.bucket(len(requests)))
         flow = self._runner.decode(batch)
-        return self._flight(requests, self._buffers.num_query_per_req, flow, started)
+        self.num_iterations += 1
+        return self._flight(requests, self._buffers.num_query_per_req, flow, timer)
 
     def _flight(
         self,
         requests: list[Request],
         rows_per_req: int,
         flow: Flow,
-        started: float,
+        timer: PassTimer,
         chunks: Sequence[PrefillChunk] = (),
     ) -> Flight:
         """What was just enqueued."""
@@ -225,23 +226,17 @@ class Core:
         self._num_passes += flow.batch.variant.drafts  # a pass that only observes writes no ring
         for request in requests:
             request.num_in_flight += 1
-        done = None
-        if self._runner.on_gpu:
-            done = torch.cuda.Event()
-            done.record()
+        timer.stop()
         return Flight(
             requests, [r.row for r in requests], rows_per_req, step, flow.logprobs,
-            chunks, flow.batch.num_reqs, started, done,
+            chunks, flow.batch.num_reqs, timer,
         )  # fmt: skip
 
     def _read(self, flight: Flight, new: list[NewTokens]) -> None:
         """Adds what a pass committed, once it has run."""
-        flight.wait()
+        seconds = flight.timer.wait()
         if not flight.requests and not flight.chunks:
             return
-        now = time.perf_counter()
-        seconds = now - max(flight.started, self._last_read)
-        self._last_read = now
         if flight.chunks:
             self._pacer.prefilled(sum(chunk.length for chunk in flight.chunks), seconds)
         else:

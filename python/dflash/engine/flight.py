@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -10,6 +11,33 @@ import torch
 
 from dflash.engine.request import PrefillChunk, Request
 from dflash.engine.sampling import RawLogprobs
+
+
+class PassTimer:
+    """Seconds of a pass, begun where this is made. On a GPU the device's own: what the host does meanwhile, be it a
+    slow reader of the stream, does not count.
+    """
+
+    def __init__(self, on_gpu: bool) -> None:
+        self._events: list[torch.cuda.Event] = []
+        if on_gpu:
+            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            self._events[0].record()
+        self._started = time.perf_counter()
+        self._seconds = 0.0
+
+    def stop(self) -> None:
+        """Behind the pass's last work."""
+        if self._events:
+            self._events[1].record()
+        self._seconds = time.perf_counter() - self._started
+
+    def wait(self) -> float:
+        """Until the pass has run; its seconds."""
+        if not self._events:
+            return self._seconds
+        self._events[1].synchronize()
+        return self._events[0].elapsed_time(self._events[1]) / 1e3
 
 
 @dataclass(frozen=True)
@@ -23,12 +51,7 @@ class Flight:
     logprobs: RawLogprobs | None
     chunks: Sequence[PrefillChunk]  # of prompts; none: an iteration
     bucket: int
-    started: float
-    done: torch.cuda.Event | None
-
-    def wait(self) -> None:
-        if self.done is not None:
-            self.done.synchronize()
+    timer: PassTimer
 
     def without_requests(self) -> Flight:
         """The same pass, of which only the end matters."""

@@ -134,21 +134,29 @@ class GraphRunner:
         # The largest first: the smaller ones live in its memory.
         keys = [(b, processes) for b in reversed(self.buckets) for processes in (True, False)]
         for key in track(keys, "capturing CUDA graphs", transient=True, disable=not _visible()):
-            try:
-                self.captured[key] = self._capture_one(*key, pool)
-            except torch.cuda.OutOfMemoryError:
-                torch.cuda.empty_cache()
-                logger.warning(
-                    "no memory for the CUDA graph of %d requests: batches of that size run eagerly; "
-                    "lower gpu_memory_utilization to leave room",
-                    key[0],
-                )
+            captured = self._try_capture(*key, pool)
+            if captured is not None:
+                self.captured[key] = captured
+                continue
+            torch.cuda.empty_cache()
+            logger.warning(
+                "no memory for the CUDA graph of %d requests: batches of that size run eagerly; "
+                "lower gpu_memory_utilization to leave room",
+                key[0],
+            )
         self.num_bytes = max(0, before - _free_bytes())
         logger.info(
             "captured %d CUDA graphs in %.1f s, %s: up to %d requests",
             len(self.captured), time.perf_counter() - started, gib(self.num_bytes),
             max((bucket for bucket, _ in self.captured), default=0),
         )  # fmt: skip
+
+    def _try_capture(self, bucket: int, processes_logits: bool, pool: Any) -> CapturedStep | None:
+        """None without memory for it; on return nothing holds what there was."""
+        try:
+            return self._capture_one(bucket, processes_logits, pool)
+        except torch.cuda.OutOfMemoryError:
+            return None
 
     @torch.inference_mode()
     def _capture_one(self, bucket: int, processes_logits: bool, pool: Any) -> CapturedStep:

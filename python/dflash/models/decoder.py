@@ -20,11 +20,10 @@ from dflash.attention.spec import (
 )
 from dflash.checkpoints.config import DecoderConfig, LayerAttention
 from dflash.checkpoints.weights import LayerWeights, Matrix
-from dflash.models.linear import linear
+from dflash.models.linear import is_streamed, linear, linear_silu_mul
 from dflash.models.rope import cos_sin_cache
 from dflash.ops.add_rms_norm import add_rms_norm
 from dflash.ops.qk_norm_rope_store import qk_norm_rope_store
-from dflash.ops.silu_mul import silu_mul
 
 
 @dataclass(frozen=True)
@@ -73,6 +72,11 @@ class Decoder:
     ) -> None:
         self.config = config
         self.layers = list(layers)
+        self.is_streamed = all(
+            is_streamed(matrix)
+            for layer in self.layers
+            for matrix in (layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj)
+        )
         self.norm = norm
         self.value_scale = value_scale
         self.kv_dtype = settings.kv_dtype
@@ -159,8 +163,8 @@ class Decoder:
             hidden = self._norm(x, residual, weights.input_layernorm, tap)
             hidden = self._attention(i, hidden, batch)
             hidden = self._norm(hidden, residual, weights.post_attention_layernorm)
-            gate_up = self.linear(hidden, weights.gate_up_proj)
-            x = self.linear(silu_mul(gate_up), weights.down_proj)
+            hidden = linear_silu_mul(hidden, weights.gate_up_proj, self.tile_rows)
+            x = self.linear(hidden, weights.down_proj)
         tap = taps.column(len(self.layers) - 1, rows) if taps else None
         return self._norm(x, residual, self.norm, tap)
 

@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from dflash.checkpoints.weights import Matrix
+from dflash.log import log_once
 from dflash.ops import linear as op
+from dflash.ops import linear_silu_mul as fused_op
+from dflash.ops.silu_mul import silu_mul
 
 STRICT_ROWS = 128
-"""Rows of every GEMM of a strict target: as many as cost little more than one."""
+"""Rows of every GEMM of a strict target, at most where they are streamed: as many as cost little more than one."""
 
 
 def linear(
@@ -23,21 +28,41 @@ def linear(
 
     Several matrices are several GEMMs into columns of one output: they stay where they are.
 
-    With tile_rows, T a multiple of it, every row goes through a GEMM of exactly that many rows: its bits do not depend
-    on T, which otherwise chooses the library's kernel.
+    With tile_rows no GEMM has more rows than that. A row's bits then do not depend on T where the weight is streamed,
+    or T a multiple of tile_rows; elsewhere T chooses the library's kernel.
     """
     if isinstance(weight, tuple):
         assert bias is None or isinstance(bias, tuple)
         return _below_each_other(x, weight, bias, tile_rows, output)
     assert not isinstance(bias, tuple)
-    if tile_rows is None or x.shape[0] == tile_rows:
-        return op.linear(x, weight, bias, output)
-    assert x.shape[0] % tile_rows == 0, f"{x.shape[0]} rows do not divide into tiles of {tile_rows}"
     if output is None:
         output = x.new_empty(x.shape[0], weight.shape[0])
-    for rows, out in zip(x.split(tile_rows), output.split(tile_rows), strict=True):
+    for rows, out in _tiles(x, output, tile_rows):
         op.linear(rows, weight, bias, out)
     return output
+
+
+def linear_silu_mul(x: torch.Tensor, weight: Matrix, tile_rows: int | None = None) -> torch.Tensor:
+    """silu(gate) * up [T, I] of [gate, up] = x [T, K] @ weight [2 * I, K]^T; the rest as in `linear`."""
+    if isinstance(weight, tuple):
+        return silu_mul(linear(x, weight, None, tile_rows))
+    output = x.new_empty(x.shape[0], weight.shape[0] // 2)
+    for rows, out in _tiles(x, output, tile_rows):
+        fused_op.linear_silu_mul(rows, weight, out)
+    return output
+
+
+def is_streamed(matrix: Matrix) -> bool:
+    """Whether up to 128 rows stream the weight on a GPU, a row with bits of its own. Says once where it does not."""
+    weights = matrix if isinstance(matrix, tuple) else (matrix,)
+    missing = [weight for weight in weights if op.linear_plan(weight[:1], weight) is None]
+    for weight in missing:
+        if weight.is_cuda and weight.dtype != torch.float32:
+            log_once(
+                f"linear: weights {list(weight.shape)} are not streamed: that takes sm_90 and rows that are "
+                "whole, aligned 16-byte words; the library's GEMM serves"
+            )
+    return not missing
 
 
 def _below_each_other(
@@ -55,4 +80,12 @@ def _below_each_other(
     return output
 
 
-__all__ = ["STRICT_ROWS", "linear"]
+def _tiles(
+    x: torch.Tensor, output: torch.Tensor, tile_rows: int | None
+) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    if tile_rows is None or x.shape[0] <= tile_rows:
+        return ((x, output),)
+    return zip(x.split(tile_rows), output.split(tile_rows), strict=True)
+
+
+__all__ = ["STRICT_ROWS", "is_streamed", "linear", "linear_silu_mul"]

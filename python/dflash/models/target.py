@@ -10,6 +10,7 @@ from dflash.attention.spec import AttentionBatch
 from dflash.checkpoints.config import TargetConfig
 from dflash.checkpoints.weights import TargetWeights
 from dflash.models.decoder import Decoder, DecoderSettings, Taps
+from dflash.models.linear import is_streamed
 
 
 class Target:
@@ -22,6 +23,12 @@ class Target:
         self.embed_tokens = weights.embed_tokens
         self.lm_head = weights.lm_head
         self.decoder = Decoder(config.decoder, weights.layers, weights.norm, settings)
+        self._is_streamed = is_streamed(weights.lm_head) and self.decoder.is_streamed
+
+    @property
+    def padded_rows(self) -> int | None:
+        """What the rows of a pass, and those that get logits, have to be a multiple of; see models/linear.py."""
+        return None if self._is_streamed else self.decoder.tile_rows
 
     def forward(
         self, input_ids: torch.Tensor, batch: AttentionBatch, taps: Taps | None = None

@@ -21,8 +21,8 @@ def linear(
     Returns:
         output.
 
-    float32 with at most 32 rows on a CPU streams the weights once, and a row's result does not depend
-    on the other rows; everything else is the library's GEMM.
+    At most 128 rows of float16 or bfloat16 on sm_90 (`linear_plan` says) and at most 32 of float32 on a CPU stream the
+    weights once, and a row's bits do not depend on the other rows; everything else is the library's GEMM.
     """
     if output is None:
         output = x.new_empty(x.shape[0], weight.shape[0])
@@ -35,6 +35,19 @@ def _(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, output: torch.Tensor
 ) -> None:
     return None
+
+
+def linear_plan(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, int, int] | None:
+    """(rows, warpgroups, splits) of the streaming GEMM that `linear` runs for these; None: it does not.
+
+    x is padded to `rows`, a tile has 64 outputs a warpgroup, K is summed in `splits` parts.
+    """
+    return tuple(torch.ops.dflash.linear_plan(x, weight)) or None
+
+
+@torch.library.register_fake("dflash::linear_plan")
+def _(x: torch.Tensor, weight: torch.Tensor) -> list[int]:
+    return []
 
 
 def linear_reference(

@@ -22,7 +22,6 @@ def paged_attention(
     v_scale: torch.Tensor | None = None,
     num_splits: int = 0,
     output: torch.Tensor | None = None,
-    workspace: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of ragged query rows over a paged K/V cache.
 
@@ -56,7 +55,6 @@ def paged_attention(
             or 16 = this many: the bits of a row then depend on its own query and visible keys alone,
             neither on later rows of its request nor on the batch. On a CPU all of these do so.
         output: [T, Hq, D], the query's dtype; allocated when absent.
-        workspace: [>= paged_attention_workspace_size(...)] uint8; may be empty, and absent.
 
     Returns:
         output.
@@ -67,8 +65,6 @@ def paged_attention(
     """
     if output is None:
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    if workspace is None:
-        workspace = torch.empty(0, dtype=torch.uint8, device=query.device)
     torch.ops.dflash.paged_attention(
         query,
         key_cache,
@@ -87,28 +83,8 @@ def paged_attention(
         v_scale,
         num_splits,
         output,
-        workspace,
     )
     return output
-
-
-def paged_attention_workspace_size(
-    num_rows: int,
-    num_reqs: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    max_query_len: int,
-    max_seq_len: int,
-) -> int:
-    """Bytes of workspace that paged_attention needs for any batch within these limits.
-
-    0: the splits of a row meet in the shared memory of a cluster of CTAs, nothing is kept in device
-    memory between them, and no counter or buffer needs a defined start.
-    """
-    return torch.ops.dflash.paged_attention_workspace_size(
-        num_rows, num_reqs, num_heads, num_kv_heads, head_dim, max_query_len, max_seq_len
-    )
 
 
 @torch.library.register_fake("dflash::paged_attention")

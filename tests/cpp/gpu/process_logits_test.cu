@@ -103,6 +103,8 @@ TEST_P(ProcessLogitsKernel, KeepsWhatTheTwinKeeps) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Shapes, ProcessLogitsKernel, ::testing::ValuesIn(testing::kLogitsShapes));
+INSTANTIATE_TEST_SUITE_P(LargeShapes, ProcessLogitsKernel,
+                         ::testing::ValuesIn(testing::kLargeLogitsShapes));
 
 }  // namespace
 }  // namespace dflash

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The streaming GEMM beside the library's (cuBLAS) at the step's shapes, 1 to 128 rows.
+
+    python -m benchmarks.kernels.gemm [--out FOLDER]
+
+Microseconds a product in a CUDA graph of products over weights rotated past the L2, median of the replays, both
+kinds in one process by turns. The floor is the weight's bytes at 4.3 TB/s or the multiplications at 790 TFLOP/s.
+`plan` is what `linear_plan` says: [rows, warpgroups, splits], nothing where the library serves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+import torch
+from benchmarks import report
+from benchmarks.kernels.ops import BYTES_PER_US, DEVICE, FLOPS_PER_US, L2_BYTES, randn
+from benchmarks.timing import captured, median_us
+
+from dflash.ops.linear import linear, linear_plan
+from dflash.ops.linear_silu_mul import linear_silu_mul
+from dflash.ops.silu_mul import silu_mul
+
+LAYER = {
+    "qkv": (6144, 4096),
+    "o": (4096, 4096),
+    "gate_up": (24576, 4096),
+    "down": (4096, 12288),
+}
+"""Outputs and inputs of a Qwen3-8B layer's matrices."""
+
+OTHERS = {
+    "head": (151936, 4096),
+    "fc": (4096, 20480),
+    "demo qkv": (960, 576),
+    "demo o": (576, 576),
+    "demo gate_up": (3072, 576),
+    "demo down": (576, 1536),
+    "demo head": (49152, 576),
+}
+ROWS = (1, 16, 32, 64, 128)
+MAX_COPIES = 24
+GRAPH_US = 1500
+
+
+def measure(name: str, outputs: int, size: int, rows: int, replays: int) -> dict:
+    moved = 2 * outputs * size
+    copies = int(min(MAX_COPIES, max(3, 4 * L2_BYTES // moved)))
+    weights = [randn(outputs, size) for _ in range(copies)]
+    x, y = randn(rows, size), torch.empty(rows, outputs, dtype=torch.bfloat16, device=DEVICE)
+    # Long enough that the start of a replay does not count.
+    floor = max(moved / BYTES_PER_US, 2.0 * rows * outputs * size / FLOPS_PER_US)
+    turns = weights * math.ceil(GRAPH_US / (copies * (floor + 2)))
+    graphs = {
+        "us": captured([lambda w=w: linear(x, w, None, y) for w in turns]),
+        "library_us": captured([lambda w=w: torch.mm(x, w.T, out=y) for w in turns]),
+    }
+    if name.endswith("gate_up"):
+        half = y[:, : outputs // 2].contiguous()
+        graphs["fused_us"] = captured([lambda w=w: linear_silu_mul(x, w, half) for w in turns])
+        graphs["library_and_silu_mul_us"] = captured(
+            [lambda w=w: silu_mul(torch.mm(x, w.T, out=y), half) for w in turns]
+        )
+    times = median_us(graphs, len(turns), replays)
+    return {
+        "matrix": name,
+        "outputs": outputs,
+        "size": size,
+        "rows": rows,
+        "plan": linear_plan(x, weights[0]),
+        "floor_us": round(floor, 2),
+        **{kind: round(us, 2) for kind, us in times.items()},
+        "share_of_floor": round(floor / times["us"], 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", default=None)
+    parser.add_argument("--replays", type=int, default=11)
+    args = parser.parse_args()
+    figures = []
+    print(f"{'matrix':14} {'rows':>4} {'floor':>7} {'us':>7} {'library':>8} {'fused':>7}")
+    for name, (outputs, size) in (LAYER | OTHERS).items():
+        for rows in ROWS:
+            row = measure(name, outputs, size, rows, args.replays)
+            figures.append(row)
+            fused = row.get("fused_us", "")
+            print(
+                f"{name:14} {rows:4} {row['floor_us']:7} {row['us']:7} {row['library_us']:8} {fused:>7}",
+                flush=True,
+            )
+    for rows in ROWS:
+        layer = [row for row in figures if row["matrix"] in LAYER and row["rows"] == rows]
+        sums = {key: round(sum(row[key] for row in layer), 1) for key in ("us", "library_us")}
+        print(f"a layer at {rows} rows: {sums['us']} us, the library {sums['library_us']} us")
+    print(report.write("gemm", figures, args.out))
+
+
+if __name__ == "__main__":
+    main()

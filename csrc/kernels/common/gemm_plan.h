@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which products of x [T, K] and weight [M, K]^T the streaming GEMM takes, and in what shape: all
+// of its choices, none of them made of the device, so that a build names one order of sums.
+#pragma once
+
+#include <cstdint>
+
+#include "dtype.h"
+
+namespace dflash::gemm {
+
+struct Operands {
+  const void* x;       // [num_rows, size]
+  const void* weight;  // [num_outputs, size]
+  int64_t num_rows;
+  int64_t num_outputs;
+  int64_t size;
+  int64_t x_stride;
+  int64_t weight_stride;
+  DType dtype;
+};
+
+struct Choice {
+  int rows = 0;        // of the kernel, x padded to them; 0: not taken
+  int warpgroups = 0;  // 64 outputs each, of a tile
+  int splits = 0;      // of K
+};
+
+constexpr int kMaxRows = 128;
+constexpr int kSms = 132;  // of an H100 or H200
+
+// The bulk copy engine's limits: 16-byte rows, 32-bit coordinates.
+inline bool can_stream(const Operands& o) {
+  constexpr int64_t kMaxSize = int64_t{1} << 30;
+  const bool is_16_bit = o.dtype == DType::kBFloat16 || o.dtype == DType::kFloat16;
+  const bool has_size = o.num_rows > 0 && o.num_outputs > 0 && o.size > 0;
+  const bool fits = o.num_rows <= kMaxRows && o.num_outputs <= kMaxSize && o.size <= kMaxSize;
+  const auto aligned = [](const void* p, int64_t rows, int64_t stride) {
+    const bool has_aligned_rows = rows == 1 || (stride > 0 && stride % 8 == 0);
+    return reinterpret_cast<uintptr_t>(p) % 16 == 0 && has_aligned_rows;
+  };
+  return is_16_bit && has_size && fits && aligned(o.x, o.num_rows, o.x_stride) &&
+         aligned(o.weight, o.num_outputs, o.weight_stride);
+}
+
+// Measured on an H200 (docs/performance.md).
+// NOTE: splits decides the order of a sum: it must not look at num_rows.
+inline Choice choose(const Operands& o) {
+  if (!can_stream(o)) return {};
+  const int64_t groups = (o.num_outputs + 63) / 64;
+  Choice c;
+  c.rows = o.num_rows <= 16 ? 16 : o.num_rows <= 32 ? 32 : o.num_rows <= 64 ? 64 : 128;
+  c.splits = 2 * groups <= kSms && o.size >= 1024 ? 2 : 1;
+  // Wide tiles read x less often, where there are enough of them.
+  c.warpgroups = groups > kSms ? 3 : 1;
+  return c;
+}
+
+}  // namespace dflash::gemm
