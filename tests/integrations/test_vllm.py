@@ -263,6 +263,28 @@ def test_what_is_not_served_goes_the_original_way(rows, left):
     assert all(not cache.any() for cache in model.caches)
 
 
+def test_nothing_that_graphs_share_is_made_during_a_capture(rows, monkeypatch):
+    states, positions, slots = rows
+    model, store, speculator = Model(), fused(), Speculator()
+    for module in (context_kv, sampling):
+        monkeypatch.setattr(module, "is_capturing", lambda tensor: True)
+    store(model, states, positions, slots[0])
+    assert model.original_calls == 1
+    tokens = sampling.argmax(speculator, speculator.logits)
+    assert torch.equal(tokens, speculator.logits.argmax(-1))
+    assert "_dflash_sampling" not in vars(speculator) and "_dflash_plan" not in vars(model)
+    monkeypatch.undo()
+    store(model, states, positions, slots[0])  # the warm-up before a capture
+    sampling.argmax(speculator, speculator.logits)
+    for module in (context_kv, sampling):
+        monkeypatch.setattr(module, "is_capturing", lambda tensor: True)
+    before = model.caches
+    store(model, states, positions, slots[1])
+    assert model.original_calls == 1 and any(
+        a.ne(b).any() for a, b in zip(model.caches, before, strict=True)
+    )
+
+
 class Speculator(SimpleNamespace):
     def __init__(self, **changes):
         logits = torch.randn(12, 100)
