@@ -95,6 +95,47 @@ def test_a_generation_config_is_read_like_transformers_reads_it(model, draft):
     assert torch.equal(drafted(model, ids, draft, max_new_tokens=None), greedy(model, inputs))
 
 
+def test_the_models_own_config_fills_what_a_given_one_leaves_open(model, draft):
+    inputs = batch(8)
+    plain = model.generate(**inputs, max_new_tokens=20, do_sample=False, pad_token_id=0)
+    model.generation_config.eos_token_id = [int(plain[0, 12])]
+    model.generation_config.repetition_penalty = 1.3
+    config = GenerationConfig(max_new_tokens=20, do_sample=False, pad_token_id=0)
+    expected = model.generate(**inputs, generation_config=config)
+    arguments = {"max_new_tokens": None, "pad_token_id": None, "generation_config": config}
+    assert torch.equal(drafted(model, inputs, draft, **arguments), expected)
+    assert not torch.equal(expected, plain)
+
+
+def test_twenty_tokens_in_all_may_be_asked_for(model, draft):
+    inputs = batch(8)
+    model.generation_config.eos_token_id = None
+    expected = greedy(model, inputs, max_new_tokens=None, max_length=20)
+    actual = drafted(model, inputs, draft, max_new_tokens=None, max_length=20)
+    assert torch.equal(actual, expected) and actual.shape[1] == 20
+
+
+def test_answers_may_be_trained_on(model, draft):
+    answer = drafted(model, batch(5), draft)
+    assert not answer.is_inference()
+    model(answer).logits.sum().backward()
+
+
+def test_a_given_length_is_a_limit(model, draft):
+    with pytest.raises(ValueError, match="may take 30 tokens, the limit is 24"):
+        drafted(model, batch(10), draft, engine_args={"max_model_len": 24})
+
+
+def test_what_was_built_can_be_let_go(model, draft):
+    with pytest.raises(ValueError, match="has not been called"):
+        integration.statistics(model)
+    drafted(model, batch(5), draft)
+    assert integration.statistics(model).num_output_tokens == 20
+    integration.release(model)
+    with pytest.raises(ValueError, match="has not been called"):
+        integration.statistics(model)
+
+
 def test_no_weight_is_copied(model, draft):
     """Every tensor of the target is a parameter of the model, at its address; a second copy would be new bytes."""
     _, weights = adopt_target(model)
@@ -195,7 +236,7 @@ def test_an_interrupted_call_leaves_an_engine_that_works(model, draft, monkeypat
         ({"streamer": object()}, "streamer: not a generation parameter"),
         ({"num_return_sequences": 2}, "num_return_sequences"),
         ({"max_new_tokens": None, "max_length": 5}, "max_length=5 leaves no room behind 5"),
-        ({"max_new_tokens": 2000}, "2005 tokens, the model's limit is 1024"),
+        ({"max_new_tokens": 2000}, "2005 tokens, the limit is 1024"),
         ({"num_speculative_tokens": 9}, "past what this drafter was trained for"),
         ({"engine_args": {"dtype": "int8"}}, "dtype 'int8'"),
     ],
@@ -231,6 +272,23 @@ def test_models_that_cannot_be_adopted_are_refused():
     mixed.model.norm.half()
     with pytest.raises(CheckpointError, match="parameters are float16, float32"):
         adopt_target(mixed)
+
+
+class ScaledEmbedding(torch.nn.Embedding):
+    def forward(self, ids):
+        return 2 * super().forward(ids)
+
+
+def test_a_layer_that_computes_something_else_is_refused(model):
+    norm = type(model.model.norm)
+    model.model.embed_tokens = ScaledEmbedding(*model.model.embed_tokens.weight.shape)
+    message = "embed_tokens is a ScaledEmbedding: expected a plain nn.Embedding"
+    with pytest.raises(CheckpointError, match=message):
+        adopt_target(model)
+    model = make_model()
+    model.model.norm = type("OtherNorm", (norm,), {})(model.config.hidden_size)
+    with pytest.raises(CheckpointError, match="norm is a OtherNorm: expected a plain RMSNorm"):
+        adopt_target(model)
 
 
 @pytest.mark.parametrize("tile_rows", [None, 4])
