@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -97,6 +98,7 @@ class Session:
         self._engine: Engine | None = None
         self._longest = min(args.max_model_len or LENGTH_STEP, self._limit)
         self._most = 1
+        self._busy = Lock()  # calls from several threads take turns
         self.statistics = Statistics()
 
     @property
@@ -108,6 +110,10 @@ class Session:
 
     def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
         """The answers' token ids, the one that ended each included."""
+        with self._busy:
+            return self._generate(prompts, params)
+
+    def _generate(self, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
         core = self._core(len(prompts), max(map(len, prompts)) + params.max_tokens)
         seeds = [0] * len(prompts)
         if params.temperature > 0:
