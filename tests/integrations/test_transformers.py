@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -224,6 +225,15 @@ def test_an_interrupted_call_leaves_an_engine_that_works(model, draft, monkeypat
     monkeypatch.undo()
     assert not core.scheduler.has_work
     assert torch.equal(drafted(model, inputs, draft), expected)
+
+
+def test_threads_take_turns(model, draft):
+    batches = [batch(5, 9, seed=seed) for seed in range(6)]
+    expected = [greedy(model, inputs) for inputs in batches]
+    drafted(model, batches[0], draft)
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda inputs: drafted(model, inputs, draft), batches))
+    assert all(torch.equal(a, e) for a, e in zip(answers, expected, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ class Session:
         return args == self._given and self._addresses == _addresses(model)
 
     def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
-        """The answers' token ids, the one that ended each included."""
+        """The answers' token ids, the one that ended each included. Threads take turns (`lock`)."""
         core = self._core(len(prompts), max(map(len, prompts)) + params.max_tokens)
         seeds = [0] * len(prompts)
         if params.temperature > 0:
