@@ -320,7 +320,8 @@ def test_the_demo_pair_answers_like_transformers():
         )
         for question in ("Name three rivers.", "Write a Python function that adds two numbers.")
     ]
-    inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+    encoded = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+    inputs = {name: encoded[name] for name in ("input_ids", "attention_mask")}
     expected = model.generate(**inputs, max_new_tokens=40, do_sample=False)
     assert torch.equal(generate(model, inputs, "demo", max_new_tokens=40), expected)
     assert integration.statistics(model).num_accepted_tokens > 20
