@@ -61,7 +61,7 @@ wheel: $(VENV)/.wheel-ready $(CUTLASS)
 	  $(PIP) wheel --no-build-isolation --no-deps -w build/wheel .
 	$(BIN)/auditwheel repair --plat $(MANYLINUX) --only-plat --exclude 'libtorch*' --exclude 'libc10*' \
 	  -w dist build/wheel/dflash_cuda-*.whl
-	$(BIN)/python tests/check_wheel.py dist/dflash_cuda-*$(MANYLINUX).whl
+	$(BIN)/python tests/check_wheel.py $(if $(CUTLASS_FLAG),$(if $(filter OFF,$(DFLASH_CUDA)),,--cuda)) dist/dflash_cuda-*$(MANYLINUX).whl
 
 docs: $(VENV)/.ready
 	$(BIN)/python docs/generate_ops.py

@@ -34,7 +34,8 @@ STABLE_TORCH_LIBRARY(dflash, m) {
 
   // K/V of every draft layer for context rows, from the un-normed output of fc: hidden_norm, one GEMM with the
   // stacked K and V projections, per-head k_norm, RoPE at the row's own position, store. kv_weight is
-  // [L * 2 * num_kv_heads * D, H], layer by layer, K before V. layer_groups maps a layer to its slot mapping.
+  // [L * 2 * num_kv_heads * D, H], layer by layer, K before V. layer_groups maps a layer to its slot mapping. At most 128
+  // fp16 or bf16 rows on sm_90 with heads of 64 or 128: one kernel behind the norm (linear's note on the weight holds).
   m.def(
       "precompute_context_kv(Tensor hidden_states, Tensor? hidden_norm_weight, float rms_norm_eps, "
       "Tensor kv_weight, Tensor? kv_bias, Tensor? k_norm_weight, Tensor cos_sin_cache, bool is_neox, "
@@ -121,15 +122,16 @@ STABLE_TORCH_LIBRARY(dflash, m) {
       "Tensor(a!) seq_lens, Tensor(b!) last_sampled, Tensor(c!) tokens_left, Tensor(d!) finished, "
       "Tensor(e!) step, Tensor(f!) output_ring, Tensor(g!)? token_counts) -> ()");
 
-  // residual += x (when given); output = RMSNorm(residual) * weight; tap = residual (when given, any row stride).
+  // residual += x (when given); output = RMSNorm(residual) * weight; tap = residual (when given, any row stride). On a GPU
+  // the weight is read before earlier kernels of the stream are done: none that may still run must write it.
   m.def(
       "add_rms_norm(Tensor? x, Tensor(a!) residual, Tensor weight, float eps, Tensor(b!) output, "
       "Tensor(c!)? tap) -> ()");
 
   // output = x @ weight^T + bias. At most 128 fp16 or bf16 rows on sm_90 (16-byte aligned) and at most 32 fp32 rows on a
-  // CPU: each weight is read once, and a row's bits do not depend on the number of rows. On sm_90 the weight is read while
-  // the kernel before still runs: that one must not write it. Everything else is the library's GEMM. output may be fp32
-  // where x and weight are not, without bias: the sums as they are.
+  // CPU: each weight is read once, and a row's bits do not depend on the number of rows. On sm_90 the weight is read before
+  // earlier kernels of the stream are done: none that may still run must write it. Everything else is the library's GEMM.
+  // output may be fp32 where x and weight are not, without bias: the sums as they are.
   m.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) output) -> ()");
 
   // The kernel of linear for these operands: [rows, warpgroups, splits] of the streaming GEMM (x is padded to so many

@@ -42,6 +42,8 @@ inline const char* dtype_name(ScalarType type) {
     case ScalarType::Int: return "int32";
     case ScalarType::Long: return "int64";
     case ScalarType::Byte: return "uint8";
+    case ScalarType::Double: return "float64";
+    case ScalarType::Short: return "int16";
     default: return "another dtype";
   }
 }

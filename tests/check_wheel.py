@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks a built wheel: its tag, what is in it, torch's stable ABI, and that it works with and without dflash._C.
 
-    python tests/check_wheel.py dist/dflash_cuda-*.whl
+    python tests/check_wheel.py [--cuda] dist/dflash_cuda-*.whl
 
+With --cuda the CUDA kernels have to be in it, without they must not: one built without nvcc serves no GPU.
 auditwheel gave the tag (`make wheel`); this reads it. torch-abi-audit looks at the op libraries' symbols.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
@@ -26,6 +28,8 @@ REQUIRED = [
     r"dflash/include/dflash/ops\.h",
     r"dflash/data/smollm2-135m-dflash-b8/model\.safetensors",
 ]
+
+CUDA_LIBRARY = "dflash/lib/libdflash_cuda.so"
 
 SMOKE = """
 import importlib.util, sys, torch, dflash
@@ -50,8 +54,10 @@ def problems_of_name(wheel: Path) -> list[str]:
     return []
 
 
-def problems_of_contents(names: list[str]) -> list[str]:
+def problems_of_contents(names: list[str], cuda: bool) -> list[str]:
     problems = [f"no {x}" for x in REQUIRED if not any(re.fullmatch(x, name) for name in names)]
+    if (CUDA_LIBRARY in names) != cuda:
+        problems.append(f"{CUDA_LIBRARY}: " + ("missing" if cuda else "there, without --cuda"))
     for name in names:
         if not re.match(r"dflash/|dflash_cuda-[^/]*\.dist-info/", name):
             problems.append(f"{name} does not belong here")
@@ -91,11 +97,11 @@ def run_smoke(site: Path) -> str:
     return result.stdout.strip()
 
 
-def check(wheel: Path) -> list[str]:
+def check(wheel: Path, cuda: bool) -> list[str]:
     """What is wrong with the wheel; nothing when it is good."""
     with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory() as directory:
         names = [name for name in archive.namelist() if not name.endswith("/")]
-        problems = problems_of_name(wheel) + problems_of_contents(names)
+        problems = problems_of_name(wheel) + problems_of_contents(names, cuda)
         site = Path(directory).resolve()
         pip = [
             sys.executable,
@@ -118,15 +124,20 @@ def check(wheel: Path) -> list[str]:
 
 
 def main() -> None:
-    for name in sys.argv[1:]:
-        problems = check(Path(name))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cuda", action="store_true")
+    parser.add_argument("wheels", nargs="+")
+    args = parser.parse_args()
+    for name in args.wheels:
+        problems = check(Path(name), args.cuda)
         for problem in problems:
             print(f"{name}: {problem}", file=sys.stderr)
         if problems:
             sys.exit(1)
         size = Path(name).stat().st_size / 1e6
+        kind = "CPU and CUDA kernels" if args.cuda else "CPU kernels ONLY (no nvcc here)"
         print(
-            f"{name} ({size:.0f} MB): tag, contents and stable ABI are right; works without dflash._C too"
+            f"{name} ({size:.0f} MB), {kind}: tag, contents and stable ABI are right; works without dflash._C too"
         )
 
 

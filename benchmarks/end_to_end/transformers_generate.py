@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo pair through dflash.integrations.transformers.generate, beside model.generate of the same model.
 
-    python -m benchmarks.end_to_end.transformers_generate [--device cpu] [--dtype float32] [--max-new-tokens 96]
+    python -m benchmarks.end_to_end.transformers_generate [--device cpu] [--dtype float32] [--threads N]
 
 One model in memory serves both; greedy, one prompt at a time, runs interleaved, median of 5 after an unmeasured one.
 """
@@ -59,8 +59,10 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", default=None)
     args = parser.parse_args()
+    torch.set_num_threads(args.threads)
     folder = demo_target()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(

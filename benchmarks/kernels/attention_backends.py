@@ -27,6 +27,7 @@ from benchmarks.kernels.ops import (
     int32,
     randn,
 )
+from benchmarks.timing import graph_us
 
 from dflash.attention.paged_csr import PagedCsr
 from dflash.attention.select import BACKENDS, choose_backend
@@ -73,7 +74,7 @@ def run(reqs: int, rows: int, context: int, causal: bool) -> list[dict]:
     )
     query = randn(reqs * rows, HEADS, HEAD_DIM)
     csr = PagedCsr(reqs, columns, PAGE, torch.device(DEVICE))
-    csr_us = _graph_us(lambda: csr.build(batch))
+    csr_us = graph_us(lambda: csr.build(batch))
     answers, figures = choose_backend(spec).answers, []
     for row in BACKENDS:
         if row.name == "sdpa" or isinstance(answers[row.name], Refusal):
@@ -81,7 +82,7 @@ def run(reqs: int, rows: int, context: int, causal: bool) -> list[dict]:
         backend = row.make(spec, torch.device(DEVICE))
         host_us = _host_us(backend, batch)
         forward = _layers(backend, query, caches, batch)
-        total = _graph_us(forward)
+        total = graph_us(forward)
         builds = row.name == "flashinfer" and rows == Q
         layer = (total - csr_us * builds) / num_layers
         figures.append(
@@ -121,23 +122,6 @@ def _host_us(backend: AttentionBackend, batch: AttentionBatch) -> float:
         backend.prepare(batch)
         times.append(time.perf_counter() - started)
     return sorted(times)[7] * 1e6
-
-
-def _graph_us(call: Callable[[], object]) -> float:
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    times = []
-    for _ in range(25):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return sorted(times)[12] * 1e3
 
 
 def main() -> None:

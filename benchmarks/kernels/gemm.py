@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
 
 import torch
 from benchmarks import report
 from benchmarks.kernels.ops import BYTES_PER_US, DEVICE, FLOPS_PER_US, L2_BYTES, randn
+from benchmarks.timing import captured, median_us
 
 from dflash.ops.linear import linear, linear_plan
 from dflash.ops.linear_silu_mul import linear_silu_mul
@@ -42,32 +42,6 @@ OTHERS = {
 ROWS = (1, 16, 32, 64, 128)
 MAX_COPIES = 24
 GRAPH_US = 1500
-
-
-def captured(calls: list[Callable[[], object]]) -> torch.cuda.CUDAGraph:
-    """A graph of the calls."""
-    calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    return graph
-
-
-def median_us(graphs: dict[str, torch.cuda.CUDAGraph], calls: int, replays: int) -> dict:
-    """Microseconds a call of each graph, replayed by turns."""
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(replays):
-        for name, graph in graphs.items():
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times[name].append(start.elapsed_time(end) * 1e3 / calls)
-    return {name: sorted(t)[len(t) // 2] for name, t in times.items()}
 
 
 def measure(name: str, outputs: int, size: int, rows: int, replays: int) -> dict:

@@ -18,7 +18,6 @@ from collections.abc import Callable
 import torch
 from benchmarks import report
 from benchmarks.kernels import ops
-from benchmarks.kernels.gemm import captured, median_us
 from benchmarks.kernels.ops import (
     BYTES_PER_US,
     DRAFT_LAYERS,
@@ -32,6 +31,7 @@ from benchmarks.kernels.ops import (
     Q,
     randn,
 )
+from benchmarks.timing import captured, median_us
 
 from dflash.ops.add_rms_norm import add_rms_norm
 from dflash.ops.linear import linear

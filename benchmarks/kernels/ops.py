@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from benchmarks import report
+from benchmarks.timing import captured, median_us
 
 from dflash.ops.add_rms_norm import add_rms_norm
 from dflash.ops.advance import advance
@@ -323,23 +324,7 @@ def time_us(case: Case, replays: int = 20) -> float:
     """Median microseconds a call, in a graph of calls over rotated inputs."""
     copies = int(min(32, max(2, 3 * L2_BYTES // max(case.bytes, 1))))
     calls = [case.make() for _ in range(copies)]
-    for call in calls[:2]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    times = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / copies)
-    return sorted(times)[len(times) // 2]
+    return median_us({case.op: captured(calls)}, copies, replays)[case.op]
 
 
 def main() -> None:

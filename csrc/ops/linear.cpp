@@ -24,7 +24,8 @@ void library_sums(const Tensor& x, const Tensor& weight, const Tensor& output) {
     const int64_t count = std::min(kPart, weight.size(0) - begin);
     Tensor part = torch::stable::narrow(const_cast<Tensor&>(columns), 1, begin, count);
     Tensor to = torch::stable::narrow(const_cast<Tensor&>(output), 1, begin, count);
-    torch::stable::copy_(to, torch::stable::matmul(rows, torch::stable::to(part, ScalarType::Float)));
+    const Tensor part_in_fp32 = torch::stable::to(part, ScalarType::Float);
+    torch::stable::copy_(to, torch::stable::matmul(rows, part_in_fp32));
   }
 #endif
 }
@@ -38,12 +39,14 @@ void library_linear(const Tensor& x, const Tensor& weight, const std::optional<T
 }
 
 #ifdef DFLASH_CUDA
-bool streams_weights(const LinearParams& p) { return device_properties().major == 9 && gemm::can_stream(p.operands()); }
+bool is_hopper(const Tensor& x) { return device_properties(x.get_device_index()).major == 9; }
+
+bool streams_weights(const Tensor& x, const LinearParams& p) { return is_hopper(x) && gemm::can_stream(p.operands()); }
 #else
 // Past this many rows packing the weights pays.
 constexpr int64_t kMaxStreamedRows = 32;
 
-bool streams_weights(const LinearParams& p) {
+bool streams_weights(const Tensor&, const LinearParams& p) {
   return p.dtype == DType::kFloat32 && p.num_rows <= kMaxStreamedRows && p.weight_stride == p.size;
 }
 #endif
@@ -61,15 +64,18 @@ void linear(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias, T
     check_tensor(*bias, "bias", {num_outputs}, x.scalar_type(), x);
     check_contiguous(*bias, "bias");
   }
-  const bool writes_float = output.scalar_type() == ScalarType::Float && x.scalar_type() != ScalarType::Float;
-  STD_TORCH_CHECK(!writes_float || !bias.has_value(), "bias: not with a float32 output of 16-bit x");
-  check_tensor(output, "output", {num_rows, num_outputs}, writes_float ? ScalarType::Float : x.scalar_type(), x);
+  const bool writes_float =
+      output.scalar_type() == ScalarType::Float && x.scalar_type() != ScalarType::Float;
+  STD_TORCH_CHECK(!writes_float || !bias.has_value(),
+                  "bias: not with a float32 output of 16-bit x");
+  check_tensor(output, "output", {num_rows, num_outputs},
+               writes_float ? ScalarType::Float : x.scalar_type(), x);
   if (num_rows == 0 || num_outputs == 0) return;
 
   const LinearParams params{x.data_ptr(), weight.data_ptr(), data_ptr<void>(bias), output.data_ptr(),
                             num_rows,     num_outputs,       size,                 x.stride(0),
                             weight.stride(0), output.stride(0), to_dtype(x), writes_float};
-  if (!streams_weights(params)) {
+  if (!streams_weights(x, params)) {
     return writes_float ? library_sums(x, weight, output) : library_linear(x, weight, bias, output);
   }
   DFLASH_LAUNCH(linear, params, x);
@@ -82,7 +88,7 @@ std::vector<int64_t> linear_plan(const Tensor& x, const Tensor& weight) {
   const gemm::Operands operands{x.data_ptr(), weight.data_ptr(), x.size(0),        weight.size(0),
                                 x.size(1),    x.stride(0),       weight.stride(0), to_dtype(x)};
   const gemm::Choice choice = gemm::choose(operands);
-  if (device_properties().major == 9 && choice.rows > 0) return {choice.rows, choice.warpgroups, choice.splits};
+  if (is_hopper(x) && choice.rows > 0) return {choice.rows, choice.warpgroups, choice.splits};
 #endif
   return {};
 }

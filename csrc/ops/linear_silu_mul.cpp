@@ -22,7 +22,7 @@ void linear_silu_mul(const Tensor& x, const Tensor& weight, Tensor output) {
   const LinearSiluMulParams params{x.data_ptr(), weight.data_ptr(), output.data_ptr(), num_rows,
                                    num_outputs,  x.size(1),         x.stride(0),       weight.stride(0),
                                    output.stride(0), to_dtype(x)};
-  if (device_properties().major == 9 && can_fuse(params)) {
+  if (device_properties(x.get_device_index()).major == 9 && can_fuse(params)) {
     DFLASH_LAUNCH(linear_silu_mul, params, x);
     return;
   }

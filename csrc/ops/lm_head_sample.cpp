@@ -13,16 +13,25 @@ void check_head(const Tensor& hidden_states, const Tensor& weight) {
   check_shape(hidden_states, "hidden_states", {-1, -1});
   check_floating(hidden_states, "hidden_states");
   check_last_dim_contiguous(hidden_states, "hidden_states");
-  check_tensor(weight, "weight", {-1, hidden_states.size(1)}, hidden_states.scalar_type(), hidden_states);
+  check_tensor(weight, "weight", {-1, hidden_states.size(1)}, hidden_states.scalar_type(),
+               hidden_states);
 }
 
 #ifdef DFLASH_CUDA
 gemm::Operands head_operands(const Tensor& hidden_states, const Tensor& weight) {
-  return {hidden_states.data_ptr(), weight.data_ptr(),  hidden_states.size(0),   weight.size(0),
-          weight.size(1),           hidden_states.stride(0), weight.stride(0), to_dtype(hidden_states)};
+  return {hidden_states.data_ptr(),
+          weight.data_ptr(),
+          hidden_states.size(0),
+          weight.size(0),
+          weight.size(1),
+          hidden_states.stride(0),
+          weight.stride(0),
+          to_dtype(hidden_states)};
 }
 
-bool is_fused(const LmHeadSampleParams& params) { return device_properties().major == 9 && can_fuse(params); }
+bool is_fused(const Tensor& hidden_states, const LmHeadSampleParams& params) {
+  return device_properties(hidden_states.get_device_index()).major == 9 && can_fuse(params);
+}
 #endif
 
 }  // namespace
@@ -36,22 +45,24 @@ void lm_head_sample(const Tensor& hidden_states, const Tensor& weight, const Ten
   STD_TORCH_CHECK(vocab_size >= 1 && vocab_size <= weight.size(0), "vocab_size: expected 1 to ",
                   weight.size(0), " (the rows of weight), got ", vocab_size);
   SampleDraftParams sample =
-      sampled_rows(hidden_states, positions, "positions", idx_mapping, "idx_mapping", logits_start_loc,
-                   temperatures, seeds, vocab_size, d2t, first_column, tokens, "tokens");
+      sampled_rows(hidden_states, positions, "positions", idx_mapping, "idx_mapping",
+                   logits_start_loc, temperatures, seeds, vocab_size, d2t, first_column, tokens,
+                   "tokens");
   if (!has_rows(sample, tokens, "tokens")) return;
 #ifdef DFLASH_CUDA
   sample.logit_scale = static_cast<float>(logit_scale);
   LmHeadSampleParams params{head_operands(hidden_states, weight), sample};
-  if (is_fused(params)) {
-    const Tensor scratch =
-        torch::stable::new_empty(hidden_states, {lm_head_sample_scratch_size(params)}, ScalarType::Byte);
+  if (is_fused(hidden_states, params)) {
+    const torch::stable::accelerator::DeviceGuard guard(hidden_states.get_device_index());
+    const Tensor scratch = torch::stable::new_empty(
+        hidden_states, {lm_head_sample_scratch_size(params)}, ScalarType::Byte);
     params.sample.scratch = scratch.data_ptr();
     DFLASH_LAUNCH(lm_head_sample, params, hidden_states);
     return;
   }
 #endif
-  const Tensor logits =
-      torch::stable::new_empty(hidden_states, {hidden_states.size(0), weight.size(0)}, ScalarType::Float);
+  const Tensor logits = torch::stable::new_empty(
+      hidden_states, {hidden_states.size(0), weight.size(0)}, ScalarType::Float);
   linear(hidden_states, weight, std::nullopt, logits);
   sample_logits(logits, static_cast<float>(logit_scale), sample);
 }
@@ -61,7 +72,7 @@ std::vector<int64_t> lm_head_sample_plan(const Tensor& hidden_states, const Tens
 #ifdef DFLASH_CUDA
   const LmHeadSampleParams params{head_operands(hidden_states, weight), {}};
   const gemm::Choice choice = gemm::choose(params.head);
-  if (is_fused(params)) return {choice.rows, choice.warpgroups, choice.splits};
+  if (is_fused(hidden_states, params)) return {choice.rows, choice.warpgroups, choice.splits};
 #endif
   return {};
 }

@@ -98,7 +98,8 @@ Tensor norm(const Tensor& hidden_states, const Tensor& weight, double eps) {
 // the GEMM asks for its first weights while the norm still runs, and reads rows that are rounded.
 bool project(const PrecomputeContextKvParams& params, const Tensor& context) {
 #ifdef DFLASH_CUDA
-  if (device_properties().major != 9 || !can_project_context_kv(params)) return false;
+  const bool is_hopper = device_properties(context.get_device_index()).major == 9;
+  if (!is_hopper || !can_project_context_kv(params)) return false;
   DFLASH_LAUNCH(project_context_kv, params, context);
   return true;
 #else

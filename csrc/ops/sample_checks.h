@@ -9,8 +9,8 @@ namespace dflash {
 
 inline constexpr int64_t kMaxColumns = 1 << 16;  // of a block; the noise has 24 bits for the offset
 
-// Draft rows, or with logits_start_loc verified ones. `rows` are what is sampled from: its device and
-// its size are theirs.
+// Draft rows, or with logits_start_loc verified ones. `rows` are what is sampled from: its device
+// and its size are theirs.
 inline SampleDraftParams sampled_rows(const Tensor& rows, const Tensor& positions,
                                       const char* positions_name, const Tensor& idx_mapping,
                                       const char* idx_mapping_name,
@@ -23,10 +23,12 @@ inline SampleDraftParams sampled_rows(const Tensor& rows, const Tensor& position
   params.num_rows = rows.size(0);
   const bool is_verified = logits_start_loc.has_value();
   check_tensor(positions, positions_name, {params.num_rows}, ScalarType::Long, rows);
-  check_tensor(idx_mapping, idx_mapping_name, {is_verified ? -1 : params.num_rows}, ScalarType::Int, rows);
+  check_tensor(idx_mapping, idx_mapping_name, {is_verified ? -1 : params.num_rows},
+               ScalarType::Int, rows);
   if (is_verified) {
     params.num_reqs = idx_mapping.size(0);
-    check_tensor(*logits_start_loc, "logits_start_loc", {params.num_reqs + 1}, ScalarType::Int, rows);
+    check_tensor(*logits_start_loc, "logits_start_loc", {params.num_reqs + 1}, ScalarType::Int,
+                 rows);
     check_tensor(tokens, tokens_name, {params.num_rows}, ScalarType::Long, rows);
   } else {
     check_tensor(tokens, tokens_name, {-1, -1}, ScalarType::Long, rows);
@@ -58,7 +60,8 @@ inline SampleDraftParams sampled_rows(const Tensor& rows, const Tensor& position
 }
 
 // Whether there is anything to sample.
-inline bool has_rows(const SampleDraftParams& params, const Tensor& tokens, const char* tokens_name) {
+inline bool has_rows(const SampleDraftParams& params, const Tensor& tokens,
+                     const char* tokens_name) {
   if (params.num_rows == 0) return false;
   if (params.logits_start_loc != nullptr) return params.num_reqs > 0;
   if (params.num_states == 0) return false;

@@ -29,7 +29,8 @@ void sample_draft(const Tensor& logits, const Tensor& sample_positions,
                   logits.size(1), " (the columns of logits), got ", vocab_size);
   SampleDraftParams params = sampled_rows(
       logits, sample_positions, "sample_positions", sample_idx_mapping, "sample_idx_mapping",
-      std::nullopt, temperatures, seeds, vocab_size, d2t, first_column, draft_tokens, "draft_tokens");
+      std::nullopt, temperatures, seeds, vocab_size, d2t, first_column, draft_tokens,
+      "draft_tokens");
   if (draft_logits.has_value()) {
     check_draft_logits(*draft_logits, draft_tokens, vocab_size, d2t.has_value());
     params.draft_logits = draft_logits->data_ptr();

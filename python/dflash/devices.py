@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -32,6 +33,11 @@ def cuda_is_available() -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.cuda.is_available()
+
+
+def on_device(device: torch.device) -> AbstractContextManager:
+    """Streams, events and graphs made inside belong to `device`, whichever is current outside."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def is_served(capability: tuple[int, int]) -> bool:

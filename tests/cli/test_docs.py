@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 import importlib
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
-import dflash  # noqa: F401 - registers the ops
+import dflash
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,3 +44,9 @@ def test_the_header_has_every_op(load):
     text = header.OUTPUT.read_text()
     for op in schemas:
         assert f'find<decltype({op.name})>("dflash::{op.name}")' in text
+
+
+def test_the_version_is_one_everywhere():
+    cmake = re.search(r"project\(dflash VERSION (\S+)", (ROOT / "CMakeLists.txt").read_text())
+    package = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert cmake[1] == package[1] == dflash.__version__

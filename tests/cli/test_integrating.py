@@ -12,12 +12,8 @@ BLOCK = re.compile(r"(<!-- gpu -->\n)?```python\n(.*?)```", re.S)
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
+def _one_thread(one_thread):
     """The models are tiny."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def run_page(device):

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.support import demo, tiny
 
@@ -44,9 +43,5 @@ def answers(target) -> list[list[int]]:
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
+def _one_thread(one_thread):
     """Tiny tensors: a second thread only waits."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

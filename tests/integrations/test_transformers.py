@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -93,6 +94,47 @@ def test_a_generation_config_is_read_like_transformers_reads_it(model, draft):
     assert torch.equal(drafted(model, inputs, draft, **arguments), expected)
     ids = inputs["input_ids"]
     assert torch.equal(drafted(model, ids, draft, max_new_tokens=None), greedy(model, inputs))
+
+
+def test_the_models_own_config_fills_what_a_given_one_leaves_open(model, draft):
+    inputs = batch(8)
+    plain = model.generate(**inputs, max_new_tokens=20, do_sample=False, pad_token_id=0)
+    model.generation_config.eos_token_id = [int(plain[0, 12])]
+    model.generation_config.repetition_penalty = 1.3
+    config = GenerationConfig(max_new_tokens=20, do_sample=False, pad_token_id=0)
+    expected = model.generate(**inputs, generation_config=config)
+    arguments = {"max_new_tokens": None, "pad_token_id": None, "generation_config": config}
+    assert torch.equal(drafted(model, inputs, draft, **arguments), expected)
+    assert not torch.equal(expected, plain)
+
+
+def test_twenty_tokens_in_all_may_be_asked_for(model, draft):
+    inputs = batch(8)
+    model.generation_config.eos_token_id = None
+    expected = greedy(model, inputs, max_new_tokens=None, max_length=20)
+    actual = drafted(model, inputs, draft, max_new_tokens=None, max_length=20)
+    assert torch.equal(actual, expected) and actual.shape[1] == 20
+
+
+def test_answers_may_be_trained_on(model, draft):
+    answer = drafted(model, batch(5), draft)
+    assert not answer.is_inference()
+    model(answer).logits.sum().backward()
+
+
+def test_a_given_length_is_a_limit(model, draft):
+    with pytest.raises(ValueError, match="may take 30 tokens, the limit is 24"):
+        drafted(model, batch(10), draft, engine_args={"max_model_len": 24})
+
+
+def test_what_was_built_can_be_let_go(model, draft):
+    with pytest.raises(ValueError, match="has not been called"):
+        integration.statistics(model)
+    drafted(model, batch(5), draft)
+    assert integration.statistics(model).num_output_tokens == 20
+    integration.release(model)
+    with pytest.raises(ValueError, match="has not been called"):
+        integration.statistics(model)
 
 
 def test_no_weight_is_copied(model, draft):
@@ -185,6 +227,15 @@ def test_an_interrupted_call_leaves_an_engine_that_works(model, draft, monkeypat
     assert torch.equal(drafted(model, inputs, draft), expected)
 
 
+def test_threads_take_turns(model, draft):
+    batches = [batch(5, 9, seed=seed) for seed in range(6)]
+    expected = [greedy(model, inputs) for inputs in batches]
+    drafted(model, batches[0], draft)
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda inputs: drafted(model, inputs, draft), batches))
+    assert all(torch.equal(a, e) for a, e in zip(answers, expected, strict=True))
+
+
 @pytest.mark.parametrize(
     "arguments,message",
     [
@@ -195,7 +246,7 @@ def test_an_interrupted_call_leaves_an_engine_that_works(model, draft, monkeypat
         ({"streamer": object()}, "streamer: not a generation parameter"),
         ({"num_return_sequences": 2}, "num_return_sequences"),
         ({"max_new_tokens": None, "max_length": 5}, "max_length=5 leaves no room behind 5"),
-        ({"max_new_tokens": 2000}, "2005 tokens, the model's limit is 1024"),
+        ({"max_new_tokens": 2000}, "2005 tokens, the limit is 1024"),
         ({"num_speculative_tokens": 9}, "past what this drafter was trained for"),
         ({"engine_args": {"dtype": "int8"}}, "dtype 'int8'"),
     ],
@@ -233,6 +284,23 @@ def test_models_that_cannot_be_adopted_are_refused():
         adopt_target(mixed)
 
 
+class ScaledEmbedding(torch.nn.Embedding):
+    def forward(self, ids):
+        return 2 * super().forward(ids)
+
+
+def test_a_layer_that_computes_something_else_is_refused(model):
+    norm = type(model.model.norm)
+    model.model.embed_tokens = ScaledEmbedding(*model.model.embed_tokens.weight.shape)
+    message = "embed_tokens is a ScaledEmbedding: expected a plain nn.Embedding"
+    with pytest.raises(CheckpointError, match=message):
+        adopt_target(model)
+    model = make_model()
+    model.model.norm = type("OtherNorm", (norm,), {})(model.config.hidden_size)
+    with pytest.raises(CheckpointError, match="norm is a OtherNorm: expected a plain RMSNorm"):
+        adopt_target(model)
+
+
 @pytest.mark.parametrize("tile_rows", [None, 4])
 def test_matrices_below_each_other_are_one_matrix(tile_rows):
     x = torch.randn(8, 16)
@@ -252,7 +320,8 @@ def test_the_demo_pair_answers_like_transformers():
         )
         for question in ("Name three rivers.", "Write a Python function that adds two numbers.")
     ]
-    inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+    encoded = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+    inputs = {name: encoded[name] for name in ("input_ids", "attention_mask")}
     expected = model.generate(**inputs, max_new_tokens=40, do_sample=False)
     assert torch.equal(generate(model, inputs, "demo", max_new_tokens=40), expected)
     assert integration.statistics(model).num_accepted_tokens > 20

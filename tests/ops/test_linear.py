@@ -111,6 +111,17 @@ def test_streamed_row_does_not_depend_on_the_others(outputs, size):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("outputs,size", [(4096, 4096), (576, 1536)])
+def test_streamed_splits_are_bitwise_repeatable(outputs, size):
+    x, weight, bias = on_gpu(torch.bfloat16, 16, outputs, size)
+    assert linear_plan(x, weight)[2] == 2
+    first, output = linear(x, weight, bias), torch.empty(16, outputs, dtype=x.dtype, device="cuda")
+    for i in range(1000):
+        output.fill_(float("nan") if i % 2 else i)
+        assert torch.equal(linear(x, weight, bias, output), first), f"repeat {i}"
+
+
+@pytest.mark.gpu
 def test_streamed_reads_and_writes_strided_rows():
     x, weight, _ = on_gpu(torch.bfloat16, 40, 200, 264)
     outside = torch.full((40, 211), 7.0, dtype=x.dtype, device="cuda")

@@ -24,14 +24,13 @@ def test_linear_silu_mul_equals_reference(device, dtype, rows, outputs, size):
     assert_close(output, linear_silu_mul_reference(x, weight))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_it_has_the_bits_of_its_two_ops(device, dtype):
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_one_kernel_has_the_bits_of_two(dtype):
     for rows in (1, 5, 16, 33, 128):
-        x = torch.randn(rows, 192, dtype=dtype, device=device)
-        weight = torch.randn(2 * 72, 192, dtype=dtype, device=device)
-        if linear_plan(x, weight) is None and device == "cuda":
-            continue  # the library's kernel may differ by the number of outputs
+        x = torch.randn(rows, 192, dtype=dtype, device="cuda")
+        weight = torch.randn(2 * 72, 192, dtype=dtype, device="cuda")
+        assert linear_plan(x, weight) is not None
         assert torch.equal(linear_silu_mul(x, weight), silu_mul(linear(x, weight)))
 
 

@@ -7,7 +7,6 @@ from functools import cache, cached_property
 from multiprocessing import get_context
 
 import pytest
-import torch
 
 from tests.parity import reference
 from tests.support import authors, demo, engine, humaneval
@@ -63,9 +62,5 @@ def answers() -> Iterator[Answers]:
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
+def _one_thread(one_thread):
     """135M parameters gain little from a second core, and lose much where it is shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

@@ -72,7 +72,8 @@ inline void build_query(const at::Tensor& target_positions, const at::Tensor& qu
 
 // K/V of every draft layer for context rows, from the un-normed output of fc: hidden_norm, one GEMM with the
 // stacked K and V projections, per-head k_norm, RoPE at the row's own position, store. kv_weight is
-// [L * 2 * num_kv_heads * D, H], layer by layer, K before V. layer_groups maps a layer to its slot mapping.
+// [L * 2 * num_kv_heads * D, H], layer by layer, K before V. layer_groups maps a layer to its slot mapping. At most 128
+// fp16 or bf16 rows on sm_90 with heads of 64 or 128: one kernel behind the norm (linear's note on the weight holds).
 inline void precompute_context_kv(const at::Tensor& hidden_states,
                                   const std::optional<at::Tensor>& hidden_norm_weight,
                                   double rms_norm_eps, const at::Tensor& kv_weight,
@@ -240,7 +241,8 @@ inline void advance(const at::Tensor& sampled_token_ids, const at::Tensor& num_s
                  last_sampled, tokens_left, finished, step, output_ring, token_counts);
 }
 
-// residual += x (when given); output = RMSNorm(residual) * weight; tap = residual (when given, any row stride).
+// residual += x (when given); output = RMSNorm(residual) * weight; tap = residual (when given, any row stride). On a GPU
+// the weight is read before earlier kernels of the stream are done: none that may still run must write it.
 inline void add_rms_norm(const std::optional<at::Tensor>& x, at::Tensor residual,
                          const at::Tensor& weight, double eps, at::Tensor output,
                          const std::optional<at::Tensor>& tap) {
@@ -249,9 +251,9 @@ inline void add_rms_norm(const std::optional<at::Tensor>& x, at::Tensor residual
 }
 
 // output = x @ weight^T + bias. At most 128 fp16 or bf16 rows on sm_90 (16-byte aligned) and at most 32 fp32 rows on a
-// CPU: each weight is read once, and a row's bits do not depend on the number of rows. On sm_90 the weight is read while
-// the kernel before still runs: that one must not write it. Everything else is the library's GEMM. output may be fp32
-// where x and weight are not, without bias: the sums as they are.
+// CPU: each weight is read once, and a row's bits do not depend on the number of rows. On sm_90 the weight is read before
+// earlier kernels of the stream are done: none that may still run must write it. Everything else is the library's GEMM.
+// output may be fp32 where x and weight are not, without bias: the sums as they are.
 inline void linear(const at::Tensor& x, const at::Tensor& weight,
                    const std::optional<at::Tensor>& bias, at::Tensor output) {
   static const auto op = detail::find<decltype(linear)>("dflash::linear");

@@ -24,10 +24,14 @@ DeviceProperties query(int device) {
 }  // namespace
 
 const DeviceProperties& device_properties() {
-  static std::array<DeviceProperties, kMaxDevices> cache;
-  static std::array<std::once_flag, kMaxDevices> once;
   int device = 0;
   cudaGetDevice(&device);
+  return device_properties(device);
+}
+
+const DeviceProperties& device_properties(int device) {
+  static std::array<DeviceProperties, kMaxDevices> cache;
+  static std::array<std::once_flag, kMaxDevices> once;
   std::call_once(once[device], [device] { cache[device] = query(device); });
   return cache[device];
 }

@@ -11,8 +11,9 @@ struct DeviceProperties {
   int max_smem_per_block = 0;  // opt-in bytes
 };
 
-// Of the current device.
+// Of the current device, or of one by its index.
 const DeviceProperties& device_properties();
+const DeviceProperties& device_properties(int device);
 
 // Whether this build ships code for the current device: sm_90 (sm_90a) or the sm_10x family (sm_100f).
 bool device_is_supported();

@@ -8,8 +8,8 @@
 namespace dflash {
 
 // Until every kernel before this one is done: what they wrote can be read, what they read can be
-// written. Every thread calls it, also one without work, before it touches anything but parameters
-// and weights.
+// written. Called in every CTA, also one without work, before it touches anything but parameters and
+// weights; threads that do not call it have to be ordered behind one that did.
 __device__ __forceinline__ void wait_for_predecessor() {
   asm volatile("griddepcontrol.wait;\n" ::: "memory");
 }

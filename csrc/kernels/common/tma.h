@@ -73,10 +73,6 @@ __device__ __forceinline__ void tma_load(uint32_t dst, const CUtensorMap& map, u
       : "memory");
 }
 
-__device__ __forceinline__ void tma_prefetch_map(const CUtensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];\n" ::"l"(&map) : "memory");
-}
-
 __device__ __forceinline__ void cluster_arrive_release() {
   asm volatile("barrier.cluster.arrive.release.aligned;\n" ::: "memory");
 }

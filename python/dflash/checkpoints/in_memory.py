@@ -60,13 +60,24 @@ class _Adopter(Loader):
         return tuple(self.one(name) for name in names)
 
 
+def _expected_kind(path: str, module: nn.Module) -> str | None:
+    """What a module with weights has to be, where it is something else: a subclass may compute something else."""
+    if path.endswith(("_proj", "lm_head")):
+        return None if type(module) is nn.Linear else "nn.Linear"
+    if path.endswith("embed_tokens"):
+        return None if type(module) is nn.Embedding else "nn.Embedding"
+    kind = type(module)
+    is_norm = kind.__name__.endswith("RMSNorm") and kind.__module__.startswith("transformers.")
+    return None if is_norm else "RMSNorm of transformers"
+
+
 def _check_placement(name: str, model: Any, parameters: dict[str, nn.Parameter]) -> None:
     for path, module in model.named_modules():
-        if path.endswith(("_proj", "lm_head")) and type(module) is not nn.Linear:
+        has_weights = next(module.parameters(recurse=False), None) is not None
+        expected = _expected_kind(path, module) if has_weights or path.endswith("_proj") else None
+        if expected is not None:
             kind = type(module).__name__
-            raise CheckpointError(
-                f"{name}: {path} is a {kind}: only plain nn.Linear layers are served"
-            )
+            raise CheckpointError(f"{name}: {path} is a {kind}: expected a plain {expected}")
     places = sorted({str(p.device) for p in parameters.values()})
     if len(places) != 1 or places == ["meta"]:
         raise CheckpointError(

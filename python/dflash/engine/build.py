@@ -11,6 +11,7 @@ import torch
 
 from dflash.checkpoints.config import DecoderConfig, TargetConfig
 from dflash.checkpoints.weights import TargetWeights, load_target
+from dflash.devices import on_device
 from dflash.engine.admission import Limits
 from dflash.engine.args import DTYPES, EngineArgs, cache_dtype, resolve_device
 from dflash.engine.buffers import BatchBuffers, RequestState, request_buckets, request_multiple
@@ -192,6 +193,17 @@ def assemble(
     settings: DecoderSettings,
 ) -> Engine:
     """The engine over models that are in memory already; n = num_speculative_tokens, 0 without a drafter."""
+    with on_device(settings.device):
+        return _assemble(args, target, drafter, n, settings)
+
+
+def _assemble(
+    args: EngineArgs,
+    target: Target,
+    drafter: Drafter | Target | None,
+    n: int,
+    settings: DecoderSettings,
+) -> Engine:
     device, max_model_len = settings.device, settings.max_model_len
     num_query_per_req = n + 1
     tile_rows = target.padded_rows

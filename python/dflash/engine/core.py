@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dflash.devices import on_device
 from dflash.engine.admission import Limits
 from dflash.engine.buffers import OUTPUT_RING
 from dflash.engine.flight import Flight, PassTimer
@@ -112,6 +113,10 @@ class Core:
         """
         if self._failure is not None:
             raise self._failure
+        with on_device(self._step.state.step.device):
+            return self._step_once()
+
+    def _step_once(self) -> list[NewTokens]:
         work, new = None, []
         try:
             if not self.scheduler.can_grow():

@@ -54,7 +54,7 @@ def read_generation(
     Raises:
         ValueError: an argument that is unknown, not served or out of range, named.
     """
-    config = copy.deepcopy(given if given is not None else model_config)
+    config = _filled(given, model_config)
     unknown = config.update(**{k: v for k, v in changes.items() if v is not None})
     if unknown:
         raise ValueError(
@@ -64,7 +64,7 @@ def read_generation(
     _refuse(values)
     eos = _ids(values.get("eos_token_id"))
     pad = values.get("pad_token_id", eos[0] if eos else 0)
-    max_tokens = _max_new_tokens(values, prompt_len)
+    max_tokens = _max_new_tokens(values, prompt_len, "max_length" in changes)
     min_tokens = values.get("min_new_tokens", max(0, values.get("min_length", 0) - prompt_len))
     params = SamplingParams(
         max_tokens=max_tokens,
@@ -75,6 +75,18 @@ def read_generation(
         **_sampling(values),
     )
     return Generation(params, values.get("num_return_sequences", 1), int(pad))
+
+
+def _filled(given: GenerationConfig | None, model_config: GenerationConfig) -> GenerationConfig:
+    """The given config; what it leaves at the default is the model's."""
+    config = copy.deepcopy(given if given is not None else model_config)
+    if given is None:
+        return config
+    defaults = GenerationConfig().to_dict()
+    for name, value in model_config.to_dict().items():
+        if getattr(config, name, None) in (None, defaults.get(name)):
+            setattr(config, name, copy.deepcopy(value))
+    return config
 
 
 def _refuse(values: Mapping[str, Any]) -> None:
@@ -94,10 +106,14 @@ def _ids(value: Any) -> Sequence[int]:
     return (value,) if isinstance(value, int) else tuple(value)
 
 
-def _max_new_tokens(values: Mapping[str, Any], prompt_len: int) -> int:
+def _max_new_tokens(values: Mapping[str, Any], prompt_len: int, is_keyword: bool) -> int:
     if "max_new_tokens" in values:
         return values["max_new_tokens"]
-    if values.get("max_length") in (None, DEFAULT_MAX_NEW_TOKENS):  # given by no one
+    unset = (
+        None,
+        GenerationConfig().max_length,
+    )  # transformers 4 has 20 where nobody said anything
+    if values.get("max_length") in unset and not is_keyword:
         return DEFAULT_MAX_NEW_TOKENS
     if values["max_length"] <= prompt_len:
         raise ValueError(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,12 +22,11 @@ from dflash.engine.sampling_params import SamplingParams
 from dflash.engine.statistics import Statistics
 from dflash.integrations.generation import read_generation
 
-LENGTH_STEP = 256  # max_model_len grows in such steps: a longer prompt rarely makes a new engine
+LENGTH_STEP = 256  # the shortest max_model_len of an engine
 
 _sessions: WeakKeyDictionary[Any, Session] = WeakKeyDictionary()
 
 
-@torch.inference_mode()
 def generate(
     model: Any,
     inputs: torch.Tensor | Mapping[str, torch.Tensor],
@@ -72,13 +72,21 @@ def generate(
     if session is None or not session.serves(model, args):
         session = _sessions[model] = Session(model, args)
     prompts = [prompt for prompt in prompts for _ in range(call.num_return_sequences)]
-    answers = session.generate(prompts, call.params)
+    with session.lock, torch.inference_mode():
+        answers = session.generate(prompts, call.params)
     return _padded(ids.repeat_interleave(call.num_return_sequences, 0), answers, call.pad_token_id)
 
 
 def statistics(model: Any) -> Statistics:
     """Of the last call of `generate` with this model: acceptance length, counts, times."""
+    if model not in _sessions:
+        raise ValueError(f"generate has not been called with this {type(model).__name__} yet")
     return _sessions[model].statistics
+
+
+def release(model: Any) -> None:
+    """Lets go of what was built for a model, before the model itself is."""
+    _sessions.pop(model, None)
 
 
 class Session:
@@ -95,19 +103,20 @@ class Session:
         check_pair(self._target[0], config, weights)
         self._draft = config, weights
         self._engine: Engine | None = None
-        self._longest = min(args.max_model_len or LENGTH_STEP, self._limit)
-        self._most = 1
+        self._longest = self._most = 1
+        self.lock = threading.Lock()
         self.statistics = Statistics()
 
     @property
     def _limit(self) -> int:
-        return self._target[0].decoder.max_position_embeddings
+        limit = self._target[0].decoder.max_position_embeddings
+        return min(limit, self._given.max_model_len or limit)
 
     def serves(self, model: Any, args: EngineArgs) -> bool:
         return args == self._given and self._addresses == _addresses(model)
 
     def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
-        """The answers' token ids, the one that ended each included."""
+        """The answers' token ids, the one that ended each included. Threads take turns (`lock`)."""
         core = self._core(len(prompts), max(map(len, prompts)) + params.max_tokens)
         seeds = [0] * len(prompts)
         if params.temperature > 0:
@@ -130,14 +139,13 @@ class Session:
         """An engine for so many requests of so many tokens each."""
         if length > self._limit:
             raise ValueError(
-                f"generate: prompt and answer may take {length} tokens, the model's limit is {self._limit}"
+                f"generate: prompt and answer may take {length} tokens, the limit is {self._limit}"
             )
         most = min(num_requests, self._given.max_num_seqs)
         if self._engine is not None and most <= self._most and length <= self._longest:
             return self._engine.core
-        steps = -(-length // LENGTH_STEP) * LENGTH_STEP
-        self._longest = max(self._longest, min(steps, self._limit))
-        self._most = max(self._most, most)
+        self._longest = max(self._longest, min(_power_of_two(length, LENGTH_STEP), self._limit))
+        self._most = max(self._most, min(_power_of_two(most), self._given.max_num_seqs))
         self._engine = None  # its caches are free before the next are made
         args = replace(self._args, max_num_seqs=self._most, max_model_len=self._longest)
         self._engine = build_engine(args, *self._target, self._draft, self._device)
@@ -145,6 +153,11 @@ class Session:
         n = self._engine.facts.num_speculative_tokens
         self._args = replace(self._args, num_speculative_tokens=n, allow_long_drafts=True)
         return self._engine.core
+
+
+def _power_of_two(size: int, smallest: int = 1) -> int:
+    """At least `size`: what grows by factors is rarely built again."""
+    return smallest if size <= smallest else 1 << (size - 1).bit_length()
 
 
 def _addresses(model: Any) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ def add_rms_norm(
     Args:
         x: [T, H], or None: the residual stays as it is and is only normed.
         residual: [T, H] float32, float16 or bfloat16; updated in place.
-        weight: [H].
+        weight: [H]. On a GPU it is read before earlier kernels are done: none of them may write it.
         eps: added to the mean square.
         output: [T, H], allocated when absent; must not overlap residual or tap.
         tap: [T, H] or None; any row stride, so a column slice of a [rows, n * H] buffer serves.

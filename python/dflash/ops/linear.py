@@ -38,16 +38,11 @@ def _(
 
 
 def linear_plan(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, int, int] | None:
-    """(rows, warpgroups, splits) of the streaming GEMM that `linear` runs for these; None: it does not.
+    """(rows, warpgroups, splits) of the streaming GEMM that `linear` runs for these on a GPU; None: it does not.
 
     x is padded to `rows`, a tile has 64 outputs a warpgroup, K is summed in `splits` parts.
     """
     return tuple(torch.ops.dflash.linear_plan(x, weight)) or None
-
-
-@torch.library.register_fake("dflash::linear_plan")
-def _(x: torch.Tensor, weight: torch.Tensor) -> list[int]:
-    return []
 
 
 def linear_reference(

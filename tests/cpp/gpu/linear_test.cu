@@ -7,6 +7,7 @@
 
 #include "../typed.h"
 #include "device_place.h"
+#include "kernels/common/overlap.h"
 #include "kernels/linear_silu_mul.h"
 #include "kernels/silu_mul.h"
 
@@ -181,9 +182,10 @@ TYPED_TEST(LinearKernel, FusedHasTheBitsOfLinearAndSiluMul) {
   }
 }
 
-// Writes x late, so that a product that did not wait for it would read the old one.
+// Lets its successor start at once and writes x late: a product that did not wait would read the old.
 template <typename T>
 __global__ void slowly_scale(T* x, const T* from, int64_t count, float factor) {
+  let_successor_start();
   const long long start = clock64();
   while (clock64() - start < 20000) continue;
   for (int64_t i = threadIdx.x; i < count; i += blockDim.x)

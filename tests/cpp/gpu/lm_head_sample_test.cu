@@ -7,6 +7,7 @@
 #include "../typed.h"
 #include "device_place.h"
 #include "kernels/linear.h"
+#include "late.h"
 
 namespace dflash::test {
 namespace {
@@ -142,6 +143,31 @@ TYPED_TEST(LmHeadSampleKernel, DoesNotDependOnWhatTheWorkspaceHeld) {
   const std::vector<int64_t> first = run(batch, true);
   for (int i = 0; i < 20; ++i)
     EXPECT_EQ(run(batch, true, static_cast<uint8_t>(i * 13)), first);
+}
+
+// Whichever of its inputs the kernel right before writes.
+TYPED_TEST(LmHeadSampleKernel, ReadsWhatWasWritten) {
+  for (bool verified : {false, true}) {
+    const HeadBatch<TypeParam> batch(29, 8999, 72, verified, false);
+    const std::vector<int64_t> expected = run(batch, true);
+    for (int late = 0; late < 5; ++late) {
+      HeadBatch<TypeParam> b = batch, source = batch;
+      DevicePlace place;
+      LmHeadSampleParams p = b.params(place, true);
+      std::vector<uint8_t> scratch(static_cast<size_t>(lm_head_sample_scratch_size(p)), 0xff);
+      p.sample.scratch = place(scratch);
+      const auto* hidden = static_cast<const TypeParam*>(p.head.x);
+      if (late == 0) write_late(place, hidden, source.hidden, 0xff);
+      if (late == 1) write_late(place, p.sample.sample_positions, source.positions, 0xff);
+      if (late == 2) write_late(place, p.sample.sample_idx_mapping, source.states, 0xff);
+      if (late == 3) write_late(place, p.sample.temperatures, source.temperatures, 0);
+      if (late == 4 && verified)
+        write_late(place, p.sample.logits_start_loc, source.start_loc, 0);
+      ASSERT_EQ(launch_lm_head_sample(p, nullptr), cudaSuccess);
+      place.copy_back();
+      EXPECT_EQ(b.tokens, expected) << "late: " << late;
+    }
+  }
 }
 
 TYPED_TEST(LmHeadSampleKernel, RefusesWhatItCannotFuse) {

@@ -7,6 +7,7 @@
 #include "device_place.h"
 #include "kernels/linear.h"
 #include "kv_batch.h"
+#include "late.h"
 
 namespace dflash::test {
 namespace {
@@ -198,6 +199,36 @@ TYPED_TEST(ProjectContextKvKernel, EqualsItsTwoKernels) {
 TYPED_TEST(ProjectContextKvKernel, EqualsItsTwoKernelsWhereCtasTakeTurns) {
   expect_one_kernel_equals_two<TypeParam, TypeParam>({40, 24, 6, 64, 64}, 136);
   expect_one_kernel_equals_two<TypeParam, TypeParam>({16, kMaxContextLayers, 3, 128, 128}, 264);
+}
+
+TYPED_TEST(ProjectContextKvKernel, ReadsWhatWasWritten) {
+  const Shape shape{29, 3, 2, 128, 128};
+  const ContextBatch<TypeParam, TypeParam> batch(shape);
+  Product<TypeParam> product(shape, 264, batch.slots);
+  std::vector<std::vector<float>> expected;
+  for (int late = 0; late < 4; ++late) {  // the first time nothing is
+    ContextBatch<TypeParam, TypeParam> b = batch, source = batch;
+    std::vector<TypeParam> rows = product.x;
+    DevicePlace place;
+    PrecomputeContextKvParams p = b.params(place);
+    const TypeParam* x = place(product.x);
+    p.product = {x,   place(product.weight), product.num_rows, product.num_outputs,
+                 264, product.stride,        264,              kDType<TypeParam>};
+    p.kv = nullptr;
+    if (late == 1) write_late(place, x, rows, 0xff);
+    if (late == 2) write_late(place, p.positions, source.positions, 0);
+    if (late == 3) write_late(place, p.layers[0].slot_mapping, source.slots[0], 0xff);
+    ASSERT_EQ(launch_project_context_kv(p, nullptr), cudaSuccess);
+    place.copy_back();
+    for (int l = 0; l < shape.num_layers; ++l) {
+      if (late == 0) {
+        expected.push_back(floats(b.keys[l].data));
+        expected.push_back(floats(b.values[l].data));
+      }
+      EXPECT_EQ(floats(b.keys[l].data), expected[2 * l]) << "late: " << late;
+      EXPECT_EQ(floats(b.values[l].data), expected[2 * l + 1]) << "late: " << late;
+    }
+  }
 }
 
 TYPED_TEST(ProjectContextKvKernel, RefusesOtherShapes) {

@@ -5,6 +5,7 @@
 
 #include "../sampling_cases.h"
 #include "device_array.h"
+#include "late.h"
 
 namespace dflash {
 namespace {
@@ -46,6 +47,9 @@ TEST_P(RejectionSampleKernel, EqualsTheOracle) {
   const DeviceArray<uint8_t> scratch(
       std::vector<uint8_t>(static_cast<size_t>(rejection_sample_scratch_size(p)), 0xff));
   p.scratch = scratch.data();
+  test::DevicePlace place;
+  std::vector<int64_t> late = c.target_tokens();
+  if (from_tokens) test::write_late(place, p.target_tokens, late, 0xff);
   ASSERT_EQ(launch_rejection_sample(p, nullptr), cudaSuccess);
   ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
 

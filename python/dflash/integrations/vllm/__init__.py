@@ -27,6 +27,13 @@ def register() -> None:
     """The entry point: installs what fits the vLLM that is here."""
     if os.environ.get(SWITCH) != "1":
         return
+    try:
+        _take_over()
+    except Exception as error:  # vLLM must start without us
+        log_once(f"vLLM: nothing taken over: {error!r}", logging.ERROR)
+
+
+def _take_over() -> None:
     root, version = find_vllm()
     if _library.cuda_library_error is not None:
         log_once(f"vLLM {version}: nothing taken over: {_library.cuda_library_error}")

@@ -105,6 +105,8 @@ def _plan(
     plan = model.__dict__.get("_dflash_plan")
     if plan is not None and plan.storages == storages:
         return plan
+    if is_capturing(states):
+        return None  # what graphs read must not be made inside one
     reason = _refusal(model, states, model_class, cache_update)
     if reason is not None:
         log_once(f"vLLM: context K/V of {type(model).__name__} is left: {reason}")
@@ -122,6 +124,11 @@ def _plan(
     )
     model.__dict__["_dflash_plan"] = plan
     return plan
+
+
+def is_capturing(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's stream records a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def split_cache(kv_cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dflash.integrations.vllm.context_kv import is_capturing
 from dflash.ops.sample_draft import sample_draft
 
 
@@ -63,8 +64,8 @@ def argmax(speculator: Any, logits: torch.Tensor) -> torch.Tensor:
     rows = logits.shape[0]
     buffers = speculator.__dict__.get("_dflash_sampling")
     if buffers is None or buffers[0].shape[0] < rows:
-        if logits.is_cuda and torch.cuda.is_current_stream_capturing():
-            return logits.argmax(dim=-1)  # what a graph reads must not be made inside another
+        if is_capturing(logits):
+            return logits.argmax(dim=-1)  # what graphs read must not be made inside one
         count = max(rows, speculator.max_num_reqs * speculator.num_speculative_steps)
         positions = torch.zeros(count, dtype=torch.int64, device=logits.device)
         buffers = positions, torch.arange(count, dtype=torch.int32, device=logits.device)

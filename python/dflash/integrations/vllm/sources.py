@@ -15,7 +15,8 @@ from dflash.integrations.vllm.known import Part
 def find_vllm() -> tuple[Path, str]:
     """The folder that holds the package vllm, and its version without the build's suffix."""
     spec = importlib.util.find_spec("vllm")
-    assert spec is not None and spec.submodule_search_locations
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError("vllm is not a package here")
     root = Path(next(iter(spec.submodule_search_locations))).parent
     return root, metadata.version("vllm").partition("+")[0]
 
@@ -31,7 +32,7 @@ def source_hash(root: Path, function: str) -> str | None:
     file = root / f"{module.replace('.', '/')}.py"
     if not file.is_file():
         return None
-    text = file.read_text()
+    text = file.read_text(encoding="utf-8")
     body = ast.parse(text).body
     node = None
     for name in path.split("."):

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Context K/V and draft sampling under vLLM, on small stand-ins for its objects."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dflash.integrations.vllm import context_kv, sampling
+from dflash.ops.precompute_context_kv import precompute_context_kv_reference
+
+LAYERS, HEADS, D, H, BLOCKS, BLOCK = 3, 2, 64, 48, 6, 16
+
+
+class Impl:
+    def do_kv_cache_update(self):
+        raise AssertionError("the fused store writes the cache")
+
+
+class OtherImpl(Impl):
+    def do_kv_cache_update(self):
+        raise AssertionError
+
+
+class Model(torch.nn.Module):
+    """What the store reads of vLLM's model; its own store is the reference."""
+
+    def __init__(self, rope_dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(0)
+        self._num_attn_layers, self._head_dim = LAYERS, D
+        self._hidden_norm_weight = torch.rand(H) + 0.5
+        self._fused_kv_weight = torch.randn(LAYERS * 2 * HEADS * D, H) / 7
+        self._fused_kv_bias = torch.randn(LAYERS * 2 * HEADS * D)
+        self._k_norm_weights = torch.rand(LAYERS, D) + 0.5
+        self._rope_cos_sin_cache = torch.randn(64, D).to(rope_dtype)
+        self._rope_is_neox, self._rms_norm_eps = True, 1e-6
+        self.layers = [SimpleNamespace(self_attn=SimpleNamespace())]
+        self.rebind()
+
+    def rebind(self):
+        def layer():
+            return SimpleNamespace(impl=Impl(), kv_cache=torch.zeros(BLOCKS, HEADS, BLOCK, 2 * D))
+
+        self._attn_layers = [layer() for _ in range(LAYERS)]
+
+    def _project_context_kv(self):
+        raise AssertionError
+
+    def _normalize_context_k(self):
+        raise AssertionError
+
+    def precompute_and_store_context_kv(self, states, positions, slots=None):
+        self.original_calls = getattr(self, "original_calls", 0) + 1
+
+    @property
+    def caches(self):
+        return [layer.kv_cache.clone() for layer in self._attn_layers]
+
+
+def fused(model_class=Model):
+    original = Model.precompute_and_store_context_kv
+    return context_kv.with_fused_store(original, model_class, Impl.do_kv_cache_update)
+
+
+def expected_caches(model, states, positions, slots, value_scale=1.0):
+    layers = [torch.zeros(BLOCKS, HEADS, BLOCK, 2 * D) for _ in range(LAYERS)]
+    keys = [layer.transpose(1, 2)[..., :D] for layer in layers]
+    values = [layer.transpose(1, 2)[..., D:] for layer in layers]
+    precompute_context_kv_reference(
+        states, model._hidden_norm_weight, 1e-6, model._fused_kv_weight, model._fused_kv_bias,
+        model._k_norm_weights, model._rope_cos_sin_cache.float(), True, positions, slots,
+        list(range(LAYERS)), value_scale, None, None, keys, values,
+    )  # fmt: skip
+    return layers
+
+
+@pytest.fixture
+def rows():
+    states, positions = torch.randn(5, H), torch.tensor([3, 4, 17, 0, 9])
+    slots = torch.tensor([[19, 20, 33, -1, 25], [40, 41, 42, -1, 50]])
+    return states, positions, slots
+
+
+@pytest.mark.parametrize("rope_dtype", [torch.float32, torch.bfloat16])
+def test_context_kv_goes_into_vllms_cache_layout(rows, rope_dtype):
+    states, positions, slots = rows
+    model, store = Model(rope_dtype), fused()
+    store(model, states, positions, slots[0])
+    expected = expected_caches(model, states, positions, [slots[0]] * LAYERS)
+    torch.testing.assert_close(model.caches, expected, rtol=1e-4, atol=1e-4)
+    assert not hasattr(model, "original_calls")
+
+
+def test_each_layer_stores_into_the_slots_of_its_group(rows):
+    states, positions, slots = rows
+    model = Model()
+    model.layers[0].self_attn.v_scale = 2.0
+    per_layer = [slots[0], slots[1], slots[0]]
+    fused()(model, states, positions, per_layer)
+    expected = expected_caches(model, states, positions, per_layer, value_scale=2.0)
+    torch.testing.assert_close(model.caches, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_cache_that_vllm_binds_anew_is_the_one_written(rows):
+    states, positions, slots = rows
+    model, store = Model(), fused()
+    store(model, states, positions, slots[0])
+    first, old = model.caches, model._attn_layers
+    model.rebind()
+    store(model, states, positions, slots[0])
+    torch.testing.assert_close(model.caches, first)
+    torch.testing.assert_close([layer.kv_cache for layer in old], first)
+
+
+class OwnProjection(Model):
+    def _project_context_kv(self):
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    "left", ["dummy", "early", "partly", "quantised", "subclass", "impl", "layout", "dtype"]
+)
+def test_what_is_not_served_goes_the_original_way(rows, left):
+    states, positions, slots = rows
+    model = OwnProjection() if left == "subclass" else Model()
+    given = slots[0]
+    if left == "dummy":
+        given = None
+    elif left == "early":
+        del model._num_attn_layers
+    elif left == "partly":
+        given = [slots[0], None, slots[0]]
+    elif left == "quantised":
+        model._fused_kv_weight = None
+    elif left == "impl":
+        model._attn_layers[2].impl = OtherImpl()
+    elif left == "layout":
+        model._attn_layers[1].kv_cache = torch.zeros(2, BLOCKS, BLOCK, HEADS, D)
+    elif left == "dtype":
+        model._attn_layers[0].kv_cache = model._attn_layers[0].kv_cache.half()
+    fused()(model, states, positions, given)
+    assert model.original_calls == 1
+    assert all(not cache.any() for cache in model.caches)
+
+
+def test_nothing_that_graphs_share_is_made_during_a_capture(rows, monkeypatch):
+    states, positions, slots = rows
+    model, store, speculator = Model(), fused(), Speculator()
+    for module in (context_kv, sampling):
+        monkeypatch.setattr(module, "is_capturing", lambda tensor: True)
+    store(model, states, positions, slots[0])
+    assert model.original_calls == 1
+    tokens = sampling.argmax(speculator, speculator.logits)
+    assert torch.equal(tokens, speculator.logits.argmax(-1))
+    assert "_dflash_sampling" not in vars(speculator) and "_dflash_plan" not in vars(model)
+    monkeypatch.undo()
+    store(model, states, positions, slots[0])  # the warm-up before a capture
+    sampling.argmax(speculator, speculator.logits)
+    for module in (context_kv, sampling):
+        monkeypatch.setattr(module, "is_capturing", lambda tensor: True)
+    before = model.caches
+    store(model, states, positions, slots[1])
+    assert model.original_calls == 1 and any(
+        a.ne(b).any() for a, b in zip(model.caches, before, strict=True)
+    )
+
+
+class Speculator(SimpleNamespace):
+    def __init__(self, **changes):
+        logits = torch.randn(12, 100)
+        logits[3, 7] = logits[3, 50] = 9.0
+        super().__init__(
+            use_local_argmax_reduction=False, acceptance_estimator=None, max_num_reqs=4, num_speculative_steps=3,
+            logits=logits, model=SimpleNamespace(compute_logits=lambda hidden: logits[: len(hidden)]),
+            compute_draft_logits=lambda hidden, step: logits[: len(hidden)], **changes,
+        )  # fmt: skip
+
+
+def forwarded(self, *args, **kwargs):
+    return "vLLM's"
+
+
+@pytest.mark.parametrize("rows", [0, 5, 12])
+def test_draft_tokens_are_the_first_maxima(rows):
+    speculator, hidden = Speculator(), torch.zeros(rows, 8)
+    expected = speculator.logits[:rows].argmax(-1)
+    old = sampling.with_one_kernel(forwarded)
+    new = sampling.without_logits_record(forwarded)
+    for _ in range(2):
+        assert torch.equal(old(speculator, hidden), expected)
+        assert torch.equal(new(speculator, hidden, 1, 2, 3, 4, 5, None, num_steps=3), expected)
+    assert torch.equal(
+        sampling.argmax(speculator, torch.randn(40, 9).fill_(1.0)), torch.zeros(40).long()
+    )
+
+
+def test_other_ways_to_sample_stay_vllms():
+    hidden, record = torch.zeros(3, 8), torch.zeros(1)
+    old, new = sampling.with_one_kernel(forwarded), sampling.without_logits_record(forwarded)
+    local = Speculator()
+    local.use_local_argmax_reduction = True
+    assert old(local, hidden) == new(local, hidden, 1, 2, 3, 4, 5, None) == "vLLM's"
+    estimating = Speculator()
+    estimating.acceptance_estimator = object()
+    assert new(estimating, hidden, 1, 2, 3, 4, 5, None) == "vLLM's"
+    assert new(Speculator(), hidden, 1, 2, 3, 4, 5, record) == "vLLM's"
+    assert new(Speculator(), hidden, draft_logits=record) == "vLLM's"
