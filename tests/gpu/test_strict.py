@@ -51,13 +51,14 @@ class LogitsRecorder:
 
         def recorded_prefill(batch):
             flow = prefill(batch)
-            if flow.raw_logits is not None:
-                self._record(flow, 1)
+            self._record(flow, 1)
             return flow
 
         core._runner.decode, core._step.prefill = recorded_decode, recorded_prefill
 
     def _record(self, flow, rows_per_req: int) -> None:
+        if flow.raw_logits is None:  # nothing is sampled, or the head did it
+            return
         scheduler = self._core.scheduler
         owners = {r.row: r for r in (*scheduler.running, *scheduler.prefilling)}
         logits, positions = flow.raw_logits.cpu(), flow.positions.tolist()
