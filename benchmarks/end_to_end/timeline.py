@@ -20,14 +20,14 @@ from benchmarks.end_to_end.iteration import NUM_WARMUP, PROMPT_LEN, make_core
 from dflash import SamplingParams
 from dflash.engine.core import Core
 
-KINDS = (
+KINDS = (  # the first whose word a name has: a product with SwiGLU behind it is a product
+    ("matrices", ("gemm", "nvjet", "cutlass", "splitk", "cublas")),
     ("attention", ("attention", "combine")),
     ("norm, RoPE, store, SwiGLU", ("norm", "rope", "store", "silu")),
     (
         "sampling and acceptance",
         ("scan", "finish", "accept", "residual", "logits_kernel", "advance"),
     ),
-    ("matrices", ("gemm", "nvjet", "cutlass", "splitk", "cublas")),
 )
 COLOURS = {
     "matrices": "#4477aa",
