@@ -36,6 +36,7 @@ STABLE_TORCH_LIBRARY(dflash, m) {
   // stacked K and V projections, per-head k_norm, RoPE at the row's own position, store. kv_weight is
   // [L * 2 * num_kv_heads * D, H], layer by layer, K before V. layer_groups maps a layer to its slot mapping. At most 128
   // fp16 or bf16 rows on sm_90 with heads of 64 or 128: one kernel behind the norm (linear's note on the weight holds).
+  // hidden_norm_weight is read before earlier kernels of the stream are done, as in add_rms_norm.
   m.def(
       "precompute_context_kv(Tensor hidden_states, Tensor? hidden_norm_weight, float rms_norm_eps, "
       "Tensor kv_weight, Tensor? kv_bias, Tensor? k_norm_weight, Tensor cos_sin_cache, bool is_neox, "
@@ -141,6 +142,7 @@ STABLE_TORCH_LIBRARY(dflash, m) {
 
   // output = silu(x @ gate^T) * (x @ up^T), weight [2 * I, K] = gate then up, both products rounded as linear's. One
   // kernel where linear streams the weights and I % 8 is 0, with the bits of linear and silu_mul; else these two.
+  // The weight is read as early as linear's.
   m.def("linear_silu_mul(Tensor x, Tensor weight, Tensor(a!) output) -> ()");
 
   // output = silu(gate) * up, gate_up [T, 2 * I] = gate then up.

@@ -36,8 +36,8 @@ def make_llm(with_plugin: bool, batches: list[int]):
         "rejection_sample_method": "synthetic",
         "synthetic_acceptance_length": peer.SYNTHETIC_ACCEPTANCE_LENGTH,
     }
+    os.environ[SWITCH] = "1" if with_plugin else "0"
     if with_plugin:
-        os.environ[SWITCH] = "1"
         register()
         speculative["attention_backend"] = "CUSTOM"
     return vllm.LLM(

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several callers of one LLM, failures in a step, and input that is refused before any work is lost."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -23,6 +25,18 @@ def idle(llm):
     assert scheduler.pool.num_free == scheduler.pool.num_blocks - 1
     assert len(scheduler._free_rows) == 2
     return True
+
+
+def test_passes_run_on_the_engines_device(llm, monkeypatch):
+    entered = []
+
+    def enter(device):
+        entered.append(device)
+        return nullcontext()
+
+    monkeypatch.setattr("dflash.engine.core.on_device", enter)
+    llm.generate(PROMPTS[:1], greedy_params(2))
+    assert entered and set(entered) == {llm.facts.device}
 
 
 def test_streams_and_batches_interleave(llm, answers):

@@ -24,11 +24,13 @@ def _answers(dtype, draft, **engine_args):
     llm = LLM(
         "demo",
         "demo" if draft else None,
-        dtype=dtype,
-        device="cuda",
-        max_model_len=1024,
-        kv_cache_memory_bytes=1 << 30,
-        **engine_args,
+        **{
+            "dtype": dtype,
+            "device": "cuda",
+            "max_model_len": 1024,
+            "kv_cache_memory_bytes": 1 << 30,
+            **engine_args,
+        },
     )
     prompts = [llm.chat_prompt([{"role": "user", "content": p}]) for p in PROMPTS]
     outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=96))
@@ -41,6 +43,14 @@ def test_demo_pair_fp32_is_lossless():
     torch.backends.cuda.matmul.allow_tf32 = False
     with_draft, without = _answers("float32", True), _answers("float32", False)
     assert [o.outputs[0].token_ids for o in with_draft] == [o.outputs[0].token_ids for o in without]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_an_engine_on_a_gpu_that_is_not_current():
+    torch.backends.cuda.matmul.allow_tf32 = False
+    there, here = _answers("float32", True, device="cuda:1"), _answers("float32", True)
+    assert torch.cuda.current_device() == 0
+    assert [o.outputs[0].token_ids for o in there] == [o.outputs[0].token_ids for o in here]
 
 
 def test_demo_pair_bf16_accepts_drafts():

@@ -9,12 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from dflash.checkpoints.in_memory import adopt_target
 from dflash.engine.memory import tensor_bytes
 from dflash.errors import CheckpointError
 from dflash.integrations import transformers as integration
+from dflash.integrations.generation import read_generation
 from dflash.integrations.transformers import generate
 from dflash.models.linear import linear
 from tests.support import demo, tiny
@@ -106,6 +108,16 @@ def test_the_models_own_config_fills_what_a_given_one_leaves_open(model, draft):
     arguments = {"max_new_tokens": None, "pad_token_id": None, "generation_config": config}
     assert torch.equal(drafted(model, inputs, draft, **arguments), expected)
     assert not torch.equal(expected, plain)
+
+
+def test_only_special_tokens_of_old_configs_fill_a_given_one(monkeypatch):
+    old = GenerationConfig(eos_token_id=5, repetition_penalty=1.3)
+    old.transformers_version = "4.40.0"
+    given = GenerationConfig(max_new_tokens=4)
+    for installed, penalty in (("4.57.0", 1.0), ("5.0.0", 1.3)):
+        monkeypatch.setattr(transformers, "__version__", installed)
+        params = read_generation(old, given, {"max_length": None}, 3).params
+        assert (params.repetition_penalty, params.stop_token_ids) == (penalty, (5,))
 
 
 def test_twenty_tokens_in_all_may_be_asked_for(model, draft):
@@ -230,7 +242,6 @@ def test_an_interrupted_call_leaves_an_engine_that_works(model, draft, monkeypat
 def test_threads_take_turns(model, draft):
     batches = [batch(5, 9, seed=seed) for seed in range(6)]
     expected = [greedy(model, inputs) for inputs in batches]
-    drafted(model, batches[0], draft)
     with ThreadPoolExecutor(6) as pool:
         answers = list(pool.map(lambda inputs: drafted(model, inputs, draft), batches))
     assert all(torch.equal(a, e) for a, e in zip(answers, expected, strict=True))
@@ -294,6 +305,12 @@ def test_a_layer_that_computes_something_else_is_refused(model):
     model.model.embed_tokens = ScaledEmbedding(*model.model.embed_tokens.weight.shape)
     message = "embed_tokens is a ScaledEmbedding: expected a plain nn.Embedding"
     with pytest.raises(CheckpointError, match=message):
+        adopt_target(model)
+    model = make_model()
+    model.lm_head = torch.nn.Identity()
+    with pytest.raises(
+        CheckpointError, match=r"lm_head is a Identity: expected a plain nn\.Linear"
+    ):
         adopt_target(model)
     model = make_model()
     model.model.norm = type("OtherNorm", (norm,), {})(model.config.hidden_size)

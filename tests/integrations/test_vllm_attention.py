@@ -132,14 +132,17 @@ def test_the_backend_leaves_the_rest_to_flash_attention(backend):
 def test_a_backend_of_another_plugin_stays(monkeypatch):
     registered = []
     registry = ModuleType("vllm.v1.attention.backends.registry")
-    registry.AttentionBackendEnum = SimpleNamespace(
-        CUSTOM=SimpleNamespace(is_overridden=lambda: bool(registered))
+    custom = SimpleNamespace(
+        is_overridden=lambda: bool(registered), get_path=lambda: registered[-1]
     )
+    registry.AttentionBackendEnum = SimpleNamespace(CUSTOM=custom)
     registry.register_backend = lambda backend, path: registered.append(path)
     for name in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, registry.__name__, registry)
     attention.install()
-    assert registered == [attention.BACKEND]
+    attention.install()  # a second time in one process
+    assert set(registered) == {attention.BACKEND}
+    registered.append("somebody.elses.Backend")
     with pytest.raises(RuntimeError, match="another plugin has registered"):
         attention.install()

@@ -74,6 +74,7 @@ inline void build_query(const at::Tensor& target_positions, const at::Tensor& qu
 // stacked K and V projections, per-head k_norm, RoPE at the row's own position, store. kv_weight is
 // [L * 2 * num_kv_heads * D, H], layer by layer, K before V. layer_groups maps a layer to its slot mapping. At most 128
 // fp16 or bf16 rows on sm_90 with heads of 64 or 128: one kernel behind the norm (linear's note on the weight holds).
+// hidden_norm_weight is read before earlier kernels of the stream are done, as in add_rms_norm.
 inline void precompute_context_kv(const at::Tensor& hidden_states,
                                   const std::optional<at::Tensor>& hidden_norm_weight,
                                   double rms_norm_eps, const at::Tensor& kv_weight,
@@ -270,6 +271,7 @@ inline std::vector<int64_t> linear_plan(const at::Tensor& x, const at::Tensor& w
 
 // output = silu(x @ gate^T) * (x @ up^T), weight [2 * I, K] = gate then up, both products rounded as linear's. One
 // kernel where linear streams the weights and I % 8 is 0, with the bits of linear and silu_mul; else these two.
+// The weight is read as early as linear's.
 inline void linear_silu_mul(const at::Tensor& x, const at::Tensor& weight, at::Tensor output) {
   static const auto op = detail::find<decltype(linear_silu_mul)>("dflash::linear_silu_mul");
   return op.call(x, weight, output);

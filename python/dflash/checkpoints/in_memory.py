@@ -74,7 +74,8 @@ def _expected_kind(path: str, module: nn.Module) -> str | None:
 def _check_placement(name: str, model: Any, parameters: dict[str, nn.Parameter]) -> None:
     for path, module in model.named_modules():
         has_weights = next(module.parameters(recurse=False), None) is not None
-        expected = _expected_kind(path, module) if has_weights or path.endswith("_proj") else None
+        known = path.endswith(("_proj", "lm_head", "embed_tokens", "norm"))
+        expected = _expected_kind(path, module) if has_weights or known else None
         if expected is not None:
             kind = type(module).__name__
             raise CheckpointError(f"{name}: {path} is a {kind}: expected a plain {expected}")

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import transformers
+from packaging.version import Version
 from transformers import GenerationConfig
 
 from dflash.engine.sampling_params import SamplingParams
@@ -32,6 +34,7 @@ NEUTRAL: dict[str, Any] = {
 }  # fmt: skip
 DEFAULT_MAX_NEW_TOKENS = 20  # transformers', where neither max_new_tokens nor max_length is given
 DEFAULT_TOP_K = 50  # transformers', for do_sample
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ def read_generation(
     _refuse(values)
     eos = _ids(values.get("eos_token_id"))
     pad = values.get("pad_token_id", eos[0] if eos else 0)
-    max_tokens = _max_new_tokens(values, prompt_len, "max_length" in changes)
+    max_tokens = _max_new_tokens(values, prompt_len, changes.get("max_length") is not None)
     min_tokens = values.get("min_new_tokens", max(0, values.get("min_length", 0) - prompt_len))
     params = SamplingParams(
         max_tokens=max_tokens,
@@ -78,15 +81,24 @@ def read_generation(
 
 
 def _filled(given: GenerationConfig | None, model_config: GenerationConfig) -> GenerationConfig:
-    """The given config; what it leaves at the default is the model's."""
-    config = copy.deepcopy(given if given is not None else model_config)
+    """The given config; what it leaves at the default is the model's, as far as this transformers does so."""
     if given is None:
-        return config
-    defaults = GenerationConfig().to_dict()
-    for name, value in model_config.to_dict().items():
-        if getattr(config, name, None) in (None, defaults.get(name)):
+        return copy.deepcopy(model_config)
+    config, defaults = copy.deepcopy(given), GenerationConfig().to_dict()
+    values = model_config.to_dict()
+    if not _fills_all(getattr(model_config, "transformers_version", None)):
+        values = {name: values.get(name) for name in SPECIAL_TOKENS}
+    for name, value in values.items():
+        if getattr(config, name, None) == defaults.get(name):
             setattr(config, name, copy.deepcopy(value))
     return config
+
+
+def _fills_all(model_version: str | None) -> bool:
+    """transformers 4 fills only the special tokens of configs written before 4.50."""
+    if Version(transformers.__version__).major >= 5:
+        return True
+    return model_version is None or Version(model_version) >= Version("4.50.0")
 
 
 def _refuse(values: Mapping[str, Any]) -> None:

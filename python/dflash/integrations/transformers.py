@@ -25,6 +25,7 @@ from dflash.integrations.generation import read_generation
 LENGTH_STEP = 256  # the shortest max_model_len of an engine
 
 _sessions: WeakKeyDictionary[Any, Session] = WeakKeyDictionary()
+_turn = threading.Lock()  # of the threads that call generate
 
 
 def generate(
@@ -68,12 +69,13 @@ def generate(
             **(engine_args or {}),
         }
     )
-    session = _sessions.get(model)
-    if session is None or not session.serves(model, args):
-        session = _sessions[model] = Session(model, args)
     prompts = [prompt for prompt in prompts for _ in range(call.num_return_sequences)]
-    with session.lock, torch.inference_mode():
-        answers = session.generate(prompts, call.params)
+    with _turn:
+        session = _sessions.get(model)
+        if session is None or not session.serves(model, args):
+            session = _sessions[model] = Session(model, args)
+        with torch.inference_mode():
+            answers = session.generate(prompts, call.params)
     return _padded(ids.repeat_interleave(call.num_return_sequences, 0), answers, call.pad_token_id)
 
 
@@ -104,7 +106,6 @@ class Session:
         self._draft = config, weights
         self._engine: Engine | None = None
         self._longest = self._most = 1
-        self.lock = threading.Lock()
         self.statistics = Statistics()
 
     @property
@@ -116,7 +117,7 @@ class Session:
         return args == self._given and self._addresses == _addresses(model)
 
     def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
-        """The answers' token ids, the one that ended each included. Threads take turns (`lock`)."""
+        """The answers' token ids, the one that ended each included."""
         core = self._core(len(prompts), max(map(len, prompts)) + params.max_tokens)
         seeds = [0] * len(prompts)
         if params.temperature > 0:

@@ -19,7 +19,8 @@ HEAD_DIMS = (64, 96, 128, 256)
 def install() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    if AttentionBackendEnum.CUSTOM.is_overridden():
+    custom = AttentionBackendEnum.CUSTOM
+    if custom.is_overridden() and custom.get_path() != BACKEND:
         raise RuntimeError("another plugin has registered the attention backend CUSTOM")
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
 
