@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dflash.integrations.vllm import context_kv, sampling
+from dflash.log import _seen
 from dflash.ops.precompute_context_kv import precompute_context_kv_reference
 
 LAYERS, HEADS, D, H, BLOCKS, BLOCK = 3, 2, 64, 48, 6, 16
@@ -146,14 +147,16 @@ def test_what_is_not_served_goes_the_original_way(rows, left):
     assert all(not cache.any() for cache in model.caches)
 
 
-def test_nothing_that_graphs_share_is_made_during_a_capture(rows, monkeypatch):
+def test_nothing_that_graphs_share_is_made_during_a_capture(rows, monkeypatch, caplog):
     states, positions, slots = rows
     model, store, speculator = Model(), fused(), Speculator()
     for module in (context_kv, sampling):
         monkeypatch.setattr(module, "is_capturing", lambda tensor: True)
-    store(model, states, positions, slots[0])
-    assert model.original_calls == 1
-    tokens = sampling.argmax(speculator, speculator.logits)
+    _seen.clear()
+    with caplog.at_level("WARNING", "dflash"):
+        store(model, states, positions, slots[0])
+        tokens = sampling.argmax(speculator, speculator.logits)
+    assert model.original_calls == 1 and caplog.text.count("is left in a graph captured") == 2
     assert torch.equal(tokens, speculator.logits.argmax(-1))
     assert "_dflash_sampling" not in vars(speculator) and "_dflash_plan" not in vars(model)
     monkeypatch.undo()

@@ -105,8 +105,9 @@ def _plan(
     plan = model.__dict__.get("_dflash_plan")
     if plan is not None and plan.storages == storages:
         return plan
-    if is_capturing(states):
-        return None  # what graphs read must not be made inside one
+    if is_capturing(states):  # what graphs read must not be made inside one
+        log_once("vLLM: context K/V is left in a graph captured before its first eager step")
+        return None
     reason = _refusal(model, states, model_class, cache_update)
     if reason is not None:
         log_once(f"vLLM: context K/V of {type(model).__name__} is left: {reason}")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dflash.integrations.vllm.context_kv import is_capturing
+from dflash.log import log_once
 from dflash.ops.sample_draft import sample_draft
 
 
@@ -64,8 +65,9 @@ def argmax(speculator: Any, logits: torch.Tensor) -> torch.Tensor:
     rows = logits.shape[0]
     buffers = speculator.__dict__.get("_dflash_sampling")
     if buffers is None or buffers[0].shape[0] < rows:
-        if is_capturing(logits):
-            return logits.argmax(dim=-1)  # what graphs read must not be made inside one
+        if is_capturing(logits):  # what graphs read must not be made inside one
+            log_once("vLLM: draft sampling is left in a graph captured before its first eager step")
+            return logits.argmax(dim=-1)
         count = max(rows, speculator.max_num_reqs * speculator.num_speculative_steps)
         positions = torch.zeros(count, dtype=torch.int64, device=logits.device)
         buffers = positions, torch.arange(count, dtype=torch.int32, device=logits.device)
