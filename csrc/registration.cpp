@@ -34,7 +34,7 @@ STABLE_TORCH_LIBRARY(dflash, m) {
 
   // K/V of every draft layer for context rows, from the un-normed output of fc: hidden_norm, one GEMM with the
   // stacked K and V projections, per-head k_norm, RoPE at the row's own position, store. kv_weight is
-  // [L * 2 * num_kv_heads * D, H], layer by layer, K before V. layer_groups maps a layer to its slot mapping. At most 128
+  // [L * 2 * num_kv_heads * D, H], layer by layer, K before V. layer_groups maps a layer to its slot mapping. At most 64
   // fp16 or bf16 rows on sm_90 with heads of 64 or 128: one kernel behind the norm (linear's note on the weight holds).
   // hidden_norm_weight is read before earlier kernels of the stream are done, as in add_rms_norm.
   m.def(

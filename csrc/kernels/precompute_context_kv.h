@@ -53,8 +53,8 @@ void precompute_context_kv(const PrecomputeContextKvParams& params);
 cudaError_t launch_precompute_context_kv(const PrecomputeContextKvParams& params,
                                          cudaStream_t stream);
 
-// Whether one kernel makes kv and stores it: the streaming GEMM's rows, heads of 64 or 128 in
-// 16-byte steps. sm_90.
+// Whether one kernel makes kv and stores it: at most 64 rows, heads of 64 or 128 in 16-byte steps.
+// sm_90.
 bool can_project_context_kv(const PrecomputeContextKvParams& params);
 cudaError_t launch_project_context_kv(const PrecomputeContextKvParams& params,
                                       cudaStream_t stream);

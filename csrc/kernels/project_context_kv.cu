@@ -16,6 +16,7 @@ constexpr int kPieceRows = 32;            // that pass through shared memory at 
 constexpr int kPitch = kTileOutputs + 8;  // 16-byte rows without bank conflicts
 constexpr int kLanes = 16;
 constexpr int kBothGroups = 1 + kWarpgroups;  // a named barrier
+constexpr int64_t kMaxRows = 64;  // with more, a library GEMM and a kernel that stores win
 
 template <typename T>
 struct ContextKvEpilogue {
@@ -83,15 +84,15 @@ cudaError_t launch(const PrecomputeContextKvParams& p, cudaStream_t stream) {
   switch (c.rows) {
     case 16: return gemm::launch_shape<T, 16, kWarpgroups>(p.product, c.splits, epilogue, stream);
     case 32: return gemm::launch_shape<T, 32, kWarpgroups>(p.product, c.splits, epilogue, stream);
-    case 64: return gemm::launch_shape<T, 64, kWarpgroups>(p.product, c.splits, epilogue, stream);
-    default: return gemm::launch_shape<T, 128, kWarpgroups>(p.product, c.splits, epilogue, stream);
+    default: return gemm::launch_shape<T, 64, kWarpgroups>(p.product, c.splits, epilogue, stream);
   }
 }
 
 }  // namespace
 
 bool can_project_context_kv(const PrecomputeContextKvParams& p) {
-  if (!gemm::can_stream(p.product) || (p.head_dim != 64 && p.head_dim != 128)) return false;
+  if (p.num_rows > kMaxRows || !gemm::can_stream(p.product)) return false;
+  if (p.head_dim != 64 && p.head_dim != 128) return false;
   return p.cache_dtype == DType::kFloat8E4M3 ? context_is_vectorizable<BFloat16, Float8E4M3>(p)
                                              : context_is_vectorizable<BFloat16, BFloat16>(p);
 }
