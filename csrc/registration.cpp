@@ -34,8 +34,9 @@ STABLE_TORCH_LIBRARY(dflash, m) {
 
   // K/V of every draft layer for context rows, from the un-normed output of fc: hidden_norm, one GEMM with the
   // stacked K and V projections, per-head k_norm, RoPE at the row's own position, store. kv_weight is
-  // [L * 2 * num_kv_heads * D, H], layer by layer, K before V. layer_groups maps a layer to its slot mapping.
-  // On a GPU hidden_norm_weight is read before earlier kernels of the stream are done, as in add_rms_norm.
+  // [L * 2 * num_kv_heads * D, H], layer by layer, K before V. layer_groups maps a layer to its slot mapping. At most 64
+  // fp16 or bf16 rows on sm_90 with heads of 64 or 128: one kernel behind the norm (linear's note on the weight holds).
+  // hidden_norm_weight is read before earlier kernels of the stream are done, as in add_rms_norm.
   m.def(
       "precompute_context_kv(Tensor hidden_states, Tensor? hidden_norm_weight, float rms_norm_eps, "
       "Tensor kv_weight, Tensor? kv_bias, Tensor? k_norm_weight, Tensor cos_sin_cache, bool is_neox, "
@@ -70,6 +71,21 @@ STABLE_TORCH_LIBRARY(dflash, m) {
       "Tensor? seeds, int vocab_size, float logit_scale, Tensor? d2t, int first_column, Tensor(a!) draft_tokens, "
       "Tensor(b!)? draft_logits) -> ()");
 
+  // The tokens that rows sample from logits_j = logit_scale * hidden_states[j] @ weight[:vocab_size]^T in fp32, which are
+  // not rounded. At most 128 fp16 or bf16 rows on sm_90 and more than 8448 rows of weight: one pass over the weight and no
+  // logits in memory (linear's note on the weight holds); else linear and sample_draft. Without logits_start_loc the rows
+  // are draft rows: positions, idx_mapping [T], tokens [S, N] and the noise are sample_draft's. With it they are verified
+  // ones: rows of request r are logits_start_loc[r]..[r + 1), idx_mapping is [R], a row's input stands at positions[j], and
+  // tokens[j] is the first maximum of logits_j, or of logits_j / temperature + the target stream's Gumbel at
+  // (seed, positions[j] + 1), as process_logits and rejection_sample take it. Padded rows write nothing.
+  m.def(
+      "lm_head_sample(Tensor hidden_states, Tensor weight, Tensor positions, Tensor idx_mapping, "
+      "Tensor? logits_start_loc, Tensor? temperatures, Tensor? seeds, int vocab_size, float logit_scale, Tensor? d2t, "
+      "int first_column, Tensor(a!) tokens) -> ()");
+
+  // What linear_plan says where lm_head_sample makes no logits for these operands, or nothing.
+  m.def("lm_head_sample_plan(Tensor hidden_states, Tensor weight) -> int[]");
+
   // What the target's logits are sampled from. Rows of request r are logits_start_loc[r]..[r + 1), row i follows
   // d_1..d_i, the token it samples stands at logits_positions + 1. In this order: logit_bias is added (ids -1 unused);
   // stop_token_ids become -inf before min_seq_lens tokens; repetition (in the prompt or generated: l > 0 ? l / r :
@@ -90,12 +106,13 @@ STABLE_TORCH_LIBRARY(dflash, m) {
   // A draft id outside the vocabulary (-1) ends the block: the next token is drawn as after full acceptance.
   // temperature 0: accept while d == argmax. Else by method: "match" (sample every row, accept while equal),
   // "standard" and "block" (against draft_logits, absent = one-hot), "synthetic" (accept with synthetic_rates[i]).
-  // Commits at most tokens_left and stops after a token of stop_token_ids ([S, K], or [K] for all).
+  // target_tokens, what each row samples (lm_head_sample), may stand in place of target_logits for temperature 0, "match"
+  // and "synthetic". Commits at most tokens_left and stops after a token of stop_token_ids ([S, K], or [K] for all).
   // sampled_token_ids is -1 past num_sampled; num_rejected = rows - num_sampled.
   m.def(
-      "rejection_sample(Tensor target_logits, Tensor logits_start_loc, Tensor logits_positions, Tensor idx_mapping, "
-      "Tensor draft_tokens, Tensor num_draft_tokens, Tensor? draft_logits, Tensor temperatures, Tensor seeds, "
-      "Tensor tokens_left, Tensor? stop_token_ids, str method, int vocab_size, Tensor? synthetic_rates, "
+      "rejection_sample(Tensor? target_logits, Tensor? target_tokens, Tensor logits_start_loc, "
+      "Tensor logits_positions, Tensor idx_mapping, Tensor draft_tokens, Tensor num_draft_tokens, "
+      "Tensor? draft_logits, Tensor temperatures, Tensor seeds, Tensor tokens_left, Tensor? stop_token_ids, str method, int vocab_size, Tensor? synthetic_rates, "
       "Tensor(a!) sampled_token_ids, Tensor(b!) num_sampled, Tensor(c!) num_rejected) -> ()");
 
   // Commit what was sampled to the state: seq_lens += num_sampled, last_sampled, tokens_left -= num_sampled, finished
@@ -115,6 +132,7 @@ STABLE_TORCH_LIBRARY(dflash, m) {
   // output = x @ weight^T + bias. At most 128 fp16 or bf16 rows on sm_90 (16-byte aligned) and at most 32 fp32 rows on a
   // CPU: each weight is read once, and a row's bits do not depend on the number of rows. On sm_90 the weight is read before
   // earlier kernels of the stream are done: none that may still run must write it. Everything else is the library's GEMM.
+  // output may be fp32 where x and weight are not, without bias: the sums as they are.
   m.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) output) -> ()");
 
   // The kernel of linear for these operands: [rows, warpgroups, splits] of the streaming GEMM (x is padded to so many

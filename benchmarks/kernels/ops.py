@@ -21,6 +21,7 @@ from dflash.ops.add_rms_norm import add_rms_norm
 from dflash.ops.advance import advance
 from dflash.ops.build_query import build_query
 from dflash.ops.build_verify import build_verify
+from dflash.ops.lm_head_sample import lm_head_sample
 from dflash.ops.paged_attention import paged_attention
 from dflash.ops.precompute_context_kv import precompute_context_kv
 from dflash.ops.process_logits import process_logits
@@ -273,7 +274,45 @@ def _sampling(b: Batch, name: str) -> list[Case]:
             seeds=seeds, tokens_left=left, method="match", vocab_size=VOCAB, sampled_token_ids=out[0],
             num_sampled=out[1], num_rejected=out[2])  # fmt: skip
 
+    head_bytes, head_flops = 2 * VOCAB * HIDDEN, 2.0 * VOCAB * HIDDEN
+
+    def head_draft(temperature: float):
+        hidden, weight, tokens = randn(b.reqs * N, HIDDEN), randn(VOCAB, HIDDEN), drafts.clone()
+        temperatures = torch.full((b.reqs,), temperature, device=DEVICE) if temperature else None
+        return lambda: lm_head_sample(
+            hidden, weight, sample_positions, sample_map, tokens, temperatures=temperatures,
+            seeds=seeds if temperature else None)  # fmt: skip
+
+    def head_accept(temperature: float):
+        hidden, weight = randn(b.rows, HIDDEN), randn(VOCAB, HIDDEN)
+        temperatures = torch.full((b.reqs,), temperature, device=DEVICE)
+        count = torch.full((b.reqs,), N, **I32)
+        left = torch.full((b.reqs,), 1 << 30, **I32)
+        tokens = torch.empty(b.rows, **I64)
+        out = torch.empty(b.reqs, Q, **I64), torch.empty(b.reqs, **I32), torch.empty(b.reqs, **I32)
+
+        def run():
+            lm_head_sample(
+                hidden, weight, b.positions, b.idx_mapping, tokens, logits_start_loc=b.query_start_loc,
+                temperatures=temperatures, seeds=seeds)  # fmt: skip
+            rejection_sample(
+                None, b.query_start_loc, b.positions, b.idx_mapping, drafts, count, temperatures=temperatures,
+                seeds=seeds, tokens_left=left, target_tokens=tokens, vocab_size=VOCAB, sampled_token_ids=out[0],
+                num_sampled=out[1], num_rejected=out[2])  # fmt: skip
+
+        return run
+
+    heads = [
+        Case(f"lm_head_sample, {kind}", name, make, head_bytes, rows * head_flops)
+        for kind, rows, make in (
+            ("drafts, argmax", b.reqs * N, lambda: head_draft(0.0)),
+            ("drafts, gumbel", b.reqs * N, lambda: head_draft(1.0)),
+            ("+ acceptance, greedy", b.rows, lambda: head_accept(0.0)),
+            ("+ acceptance, match", b.rows, lambda: head_accept(1.0)),
+        )
+    ]
     return [
+        *heads,
         Case("sample_draft, argmax", name, lambda: draft(0.0), 2 * b.reqs * N * VOCAB),
         Case("sample_draft, gumbel", name, lambda: draft(1.0), 2 * b.reqs * N * VOCAB),
         Case("rejection_sample, greedy", name, lambda: accept(0.0), 2 * b.rows * VOCAB),

@@ -132,6 +132,7 @@ DFLASH_CPU_CLONES int64_t choose_residual(const Pair& pair, float path, const No
 }
 
 int64_t choose_row(const RejectionSampleParams& p, const VerifiedRequest& r, int i) {
+  if (p.target_tokens != nullptr) return p.target_tokens[r.first_row + i];
   const NoiseKey noise = row_noise(p, r, i);
   return choose(target_row(p, r, i), p.vocab_size, r.sampled() ? &noise : nullptr);
 }

@@ -49,7 +49,8 @@ DFLASH_CPU_CLONES void sample_row(const SampleDraftParams& p, int64_t row) {
   const LogitsRow logits{element(p.logits, p.dtype, row * p.logits_stride), p.dtype, p.logit_scale};
   void* record = record_row(p, r);
   if (record != nullptr) fill_record(p, record, p.d2t == nullptr ? p.vocab_size : 0);
-  const float inv_temperature = r.inv_temperature;
+  const bool is_verified = p.logits_start_loc != nullptr;
+  const float temperature = r.temperature, inv_temperature = r.inv_temperature;
   alignas(64) float x[kTile];
   alignas(64) uint32_t words[kTile];
   FirstMaximum best;
@@ -63,11 +64,11 @@ DFLASH_CPU_CLONES void sample_row(const SampleDraftParams& p, int64_t row) {
     if (!r.greedy) {
       load_target_words(p, r.noise, begin, count, words);
       for (int64_t i = 0; i < count; ++i)
-        x[i] = x[i] * inv_temperature + gumbel_from_word(words[i]);
+        x[i] = race_score(is_verified, temperature, inv_temperature, x[i], words[i]);
     }
     update(best, x, begin, round_to_lanes(count));
   }
-  p.draft_tokens[r.state * p.draft_tokens_stride + r.column] = target_id(p, best.index);
+  *token_of(p, r, row) = target_id(p, best.index);
 }
 
 }  // namespace

@@ -25,6 +25,7 @@ struct LinearParams {
   int64_t weight_stride;  // the twin's is size
   int64_t output_stride;
   DType dtype;
+  bool writes_float = false;  // the sums as they are, else rounded to dtype
 
   gemm::Operands operands() const {
     return {x, weight, num_rows, num_outputs, size, x_stride, weight_stride, dtype};

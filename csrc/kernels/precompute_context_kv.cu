@@ -5,7 +5,7 @@
 // num_kv_heads * head_dim * sizeof(T), 16 a lane where all is aligned.
 #include "precompute_context_kv.h"
 
-#include "common/head.h"
+#include "common/context_head.h"
 
 namespace dflash {
 namespace {
@@ -24,29 +24,9 @@ __global__ void __launch_bounds__(kThreads)
   if (row >= p.num_rows) return;
   const int column =
       static_cast<int>(item - row * heads_per_row);  // head among [layer, K or V, head]
-  const int head = column % p.num_kv_heads;
-  const int l = column / (2 * p.num_kv_heads);
-  const bool is_key = column / p.num_kv_heads % 2 == 0;
-  const ContextLayer& layer = p.layers[l];
-  const int64_t slot = layer.slot_mapping[row];
-  if (slot < 0) return;
-
-  const T* bias = static_cast<const T*>(p.kv_bias);
-  Head<T> kv{static_cast<const T*>(p.kv) + item * p.head_dim,
-             bias == nullptr ? nullptr : bias + static_cast<int64_t>(column) * p.head_dim, nullptr,
-             p.head_dim, p.eps};
-  if (!is_key) {
-    Cache* out = cache_head<Cache>(layer.value_cache, layer.kv_block_size, slot, head);
-    scale_store<kN, kLanes>(kv, p.value_scale, p.v_scales == nullptr ? 1.0f : p.v_scales[l], out);
-    return;
-  }
-  if (p.k_norm_weight != nullptr) {
-    kv.weight = static_cast<const T*>(p.k_norm_weight) + static_cast<int64_t>(l) * p.head_dim;
-  }
+  const T* x = static_cast<const T*>(p.kv) + item * p.head_dim;
   float* scratch = reinterpret_cast<float*>(shared) + group * p.head_dim;
-  const float scale = p.k_scales == nullptr ? 1.0f : p.k_scales[l];
-  Cache* out = cache_head<Cache>(layer.key_cache, layer.kv_block_size, slot, head);
-  norm_rope_store<kN, kLanes>(kv, p.rope, p.positions[row], scale, scratch, out);
+  store_context_head<kN, kLanes, Cache>(p, row, column, x, scratch);
 }
 
 template <typename T, typename Cache, int kN, int kLanes>
@@ -60,20 +40,8 @@ cudaError_t launch_with(const PrecomputeContextKvParams& p, cudaStream_t stream)
 }
 
 template <typename T, typename Cache>
-bool is_vectorizable(const PrecomputeContextKvParams& p) {
-  constexpr int kN = kVec<T>;
-  bool caches = true;
-  for (int l = 0; l < p.num_layers; ++l) {
-    caches = caches && cache_is_vectorizable<kN, Cache>(p.layers[l].key_cache) &&
-             cache_is_vectorizable<kN, Cache>(p.layers[l].value_cache);
-  }
-  return caches && p.head_dim % kN == 0 && is_aligned(p.kv, 16) && is_aligned(p.kv_bias, 16) &&
-         is_aligned(p.k_norm_weight, 16) && rope_is_vectorizable<kN>(p.rope);
-}
-
-template <typename T, typename Cache>
 cudaError_t launch(const PrecomputeContextKvParams& p, cudaStream_t stream) {
-  if (!is_vectorizable<T, Cache>(p)) return launch_with<T, Cache, 1, 32>(p, stream);
+  if (!context_is_vectorizable<T, Cache>(p)) return launch_with<T, Cache, 1, 32>(p, stream);
   DFLASH_DISPATCH_LANES(p.head_dim / kVec<T>,
                         return (launch_with<T, Cache, kVec<T>, kLanes>(p, stream)));
 }

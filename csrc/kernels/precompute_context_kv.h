@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "common/gemm_plan.h"
 #include "common/kv_cache.h"
 
 #ifdef DFLASH_CUDA
@@ -22,9 +23,11 @@ struct ContextLayer {
   int64_t kv_block_size;
 };
 
-// What follows the GEMM: bias, k_norm, RoPE, value_scale and the store into every layer's cache.
+// What follows the GEMM, and for few rows the GEMM itself: bias, k_norm, RoPE, value_scale and the
+// store into every layer's cache.
 struct PrecomputeContextKvParams {
-  const void* kv;             // [num_rows, num_layers, 2, num_kv_heads, head_dim], contiguous
+  const void* kv;  // [num_rows, num_layers, 2, num_kv_heads, head_dim], contiguous; or null
+  gemm::Operands product;     // what makes kv where there is none: normed rows and kv_weight
   const void* kv_bias;        // [num_layers, 2, num_kv_heads, head_dim] or null
   const void* k_norm_weight;  // [num_layers, head_dim] or null
   const int64_t* positions;   // [num_rows]
@@ -49,6 +52,12 @@ void precompute_context_kv(const PrecomputeContextKvParams& params);
 #ifdef DFLASH_CUDA
 cudaError_t launch_precompute_context_kv(const PrecomputeContextKvParams& params,
                                          cudaStream_t stream);
+
+// Whether one kernel makes kv and stores it: at most 64 rows, heads of 64 or 128 in 16-byte steps.
+// sm_90.
+bool can_project_context_kv(const PrecomputeContextKvParams& params);
+cudaError_t launch_project_context_kv(const PrecomputeContextKvParams& params,
+                                      cudaStream_t stream);
 #endif
 
 }  // namespace dflash

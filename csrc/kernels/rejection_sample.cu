@@ -5,9 +5,10 @@
 // accept_kernel (a CTA a request: which draft fails) and residual_kernel (a CTA a shard of the
 // failed row); "block" with draft logits adds excess_kernel (a CTA a shard of each row) and
 // block_kernel (a CTA a request). Bytes moved: the logits once; the failed rows twice, "block"
-// every row twice.
+// every row twice. With target_tokens finish_kernel alone.
 #include "rejection_sample.h"
 
+#include "common/overlap.h"
 #include "common/shard.h"
 
 namespace dflash {
@@ -52,6 +53,7 @@ int64_t carve(const RejectionSampleParams& p, void* base, Scratch& s) {
   s.max_rows = static_cast<unsigned>(p.max_drafts) + 1;
   s.shards = static_cast<unsigned>(num_shards(p.vocab_size));
   const int64_t rows = p.num_reqs * s.max_rows;
+  if (p.target_tokens != nullptr) return 0;
   int64_t offset = 0;
   const auto take = [&](auto*& pointer, int64_t count) {
     using T = std::remove_reference_t<decltype(*pointer)>;
@@ -359,14 +361,23 @@ __device__ __forceinline__ void commit(const RejectionSampleParams& p, const Ver
   p.num_rejected[req] = r.num_rows - n;
 }
 
+struct Finish {
+  RejectionSampleParams p;
+  Scratch s;
+};
+
 __global__ void __launch_bounds__(kRequestThreads)
-    finish_kernel(const RejectionSampleParams p, const Scratch s) {
+    finish_kernel(const __grid_constant__ Finish f) {
   extern __shared__ uint32_t choices[];  // [max_rows]
+  wait_for_predecessor();
+  const RejectionSampleParams& p = f.p;
+  const Scratch& s = f.s;
   const int64_t req = blockIdx.x;
   const VerifiedRequest r = load_request(p, req);
   const uint64_t* keys = s.keys + req * s.max_rows * s.shards;
   const int warp = static_cast<int>(threadIdx.x / 32);
   const auto choice = [&](int i) {
+    if (p.target_tokens != nullptr) return p.target_tokens[r.first_row + i];
     return argmax_index(reduce_partials<LargerKey>(keys + i * s.shards, s.shards));
   };
   if (commits_nothing(p, r)) {
@@ -404,7 +415,8 @@ cudaError_t launch_rejection_sample(const RejectionSampleParams& params, cudaStr
   const unsigned row_blocks = static_cast<unsigned>(row_shards);
   const unsigned req_blocks = static_cast<unsigned>(params.num_reqs);
   const size_t row_bytes = static_cast<size_t>(s.max_rows) * sizeof(float);
-  scan_kernel<<<row_blocks, kShardThreads, 0, stream>>>(params, s);
+  if (params.target_tokens == nullptr)
+    scan_kernel<<<row_blocks, kShardThreads, 0, stream>>>(params, s);
   if (uses_softmax(params)) {
     accept_kernel<<<req_blocks, kRequestThreads, 2 * row_bytes, stream>>>(params, s);
     if (uses_excess(params)) {
@@ -414,8 +426,10 @@ cudaError_t launch_rejection_sample(const RejectionSampleParams& params, cudaStr
     const unsigned shard_blocks = static_cast<unsigned>(params.num_reqs * s.shards);
     residual_kernel<<<shard_blocks, kShardThreads, 0, stream>>>(params, s);
   }
-  finish_kernel<<<req_blocks, kRequestThreads, row_bytes, stream>>>(params, s);
-  return cudaGetLastError();
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) return error;
+  return launch_overlapped(finish_kernel, dim3(req_blocks), kRequestThreads, row_bytes, stream,
+                           Finish{params, s});
 }
 
 }  // namespace dflash

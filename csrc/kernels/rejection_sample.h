@@ -14,7 +14,8 @@
 namespace dflash {
 
 struct RejectionSampleParams {
-  const void* target_logits;        // [num_logits_rows, >= vocab_size]
+  const void* target_logits;        // [num_logits_rows, >= vocab_size] or null: target_tokens
+  const int64_t* target_tokens;     // [num_logits_rows]: what every row samples; or null
   const int32_t* logits_start_loc;  // [num_reqs + 1]
   const int64_t* logits_positions;  // [num_logits_rows]
   const int32_t* idx_mapping;       // [num_reqs] -> state row, -1 = padded

@@ -5,6 +5,7 @@
 // d2t: it writes -inf before the scattered logits.
 #include "sample_draft.h"
 
+#include "common/overlap.h"
 #include "common/shard.h"
 
 namespace dflash {
@@ -68,17 +69,6 @@ __device__ __forceinline__ void record(const SampleDraftParams& p, const DraftRo
   }
 }
 
-__device__ __forceinline__ Philox4 target_words(const SampleDraftParams& p, const NoiseKey& noise,
-                                                int64_t column) {
-  if (p.d2t == nullptr) return stream_words(noise, static_cast<uint32_t>(column / 4));
-  Philox4 words{};
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    if (column + k < p.vocab_size) words.x[k] = stream_word(noise, target_id(p, column + k));
-  }
-  return words;
-}
-
 __global__ void __launch_bounds__(kShardThreads)
     scan_kernel(const SampleDraftParams p, unsigned shards, uint64_t* keys) {
   const int64_t row = blockIdx.x / shards;
@@ -91,27 +81,38 @@ __global__ void __launch_bounds__(kShardThreads)
     DFLASH_DISPATCH_FLOATING(p.draft_logits_dtype, record<scalar_t>(p, r, shard, q));
   }
   if (!r.greedy) {
+    const bool is_verified = p.logits_start_loc != nullptr;
 #pragma unroll
     for (int g = 0; g < kShardQuads; ++g) {
       const Philox4 words = target_words(p, r.noise, quad_column(shard, g));
 #pragma unroll
-      for (int k = 0; k < 4; ++k)
-        q.x[g][k] = q.x[g][k] * r.inv_temperature + gumbel_from_word(words.x[k]);
+      for (int k = 0; k < 4; ++k) {
+        q.x[g][k] =
+            race_score(is_verified, r.temperature, r.inv_temperature, q.x[g][k], words.x[k]);
+      }
     }
   }
   const uint64_t key = block_reduce<LargerKey>(best_key(q, shard));
   if (threadIdx.x == 0) keys[blockIdx.x] = key;
 }
 
+struct Finish {
+  SampleDraftParams p;
+  const uint64_t* keys;
+  int64_t keys_per_row;
+};
+
 __global__ void __launch_bounds__(kFinishThreads)
-    finish_kernel(const SampleDraftParams p, unsigned shards, const uint64_t* keys) {
+    finish_kernel(const __grid_constant__ Finish f) {
+  wait_for_predecessor();
+  const SampleDraftParams& p = f.p;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * (kFinishThreads / 32) + threadIdx.x / 32;
   if (row >= p.num_rows) return;
   const DraftRow r = draft_row(p, row);
   if (r.state < 0) return;
-  const uint64_t key = reduce_partials<LargerKey>(keys + row * shards, shards);
-  if (threadIdx.x % 32 != 0) return;
-  p.draft_tokens[r.state * p.draft_tokens_stride + r.column] = target_id(p, argmax_index(key));
+  const uint64_t key =
+      reduce_partials<LargerKey>(f.keys + row * f.keys_per_row, f.keys_per_row);
+  if (threadIdx.x % 32 == 0) *token_of(p, r, row) = target_id(p, argmax_index(key));
 }
 
 __global__ void __launch_bounds__(kShardThreads)
@@ -147,9 +148,16 @@ cudaError_t launch_sample_draft(const SampleDraftParams& params, cudaStream_t st
   }
   const unsigned n = static_cast<unsigned>(shards);
   scan_kernel<<<rows * n, kShardThreads, 0, stream>>>(params, n, keys);
+  const cudaError_t error = cudaGetLastError();
+  return error == cudaSuccess ? launch_finish_sample(params, keys, n, stream) : error;
+}
+
+cudaError_t launch_finish_sample(const SampleDraftParams& params, const uint64_t* keys,
+                                 int64_t keys_per_row, cudaStream_t stream) {
   constexpr unsigned kRows = kFinishThreads / 32;
-  finish_kernel<<<(rows + kRows - 1) / kRows, kFinishThreads, 0, stream>>>(params, n, keys);
-  return cudaGetLastError();
+  const unsigned rows = static_cast<unsigned>(params.num_rows);
+  return launch_overlapped(finish_kernel, dim3((rows + kRows - 1) / kRows), kFinishThreads, 0,
+                           stream, Finish{params, keys, keys_per_row});
 }
 
 }  // namespace dflash

@@ -94,12 +94,19 @@ Tensor norm(const Tensor& hidden_states, const Tensor& weight, double eps) {
   return output;
 }
 
-// [T, L * 2 * num_kv_heads * D]: K and V of all layers before bias, norm and RoPE.
-Tensor project(const Tensor& hidden_states, const std::optional<Tensor>& hidden_norm_weight,
-               double eps, const Tensor& kv_weight) {
-  const Tensor weight = torch::stable::transpose(kv_weight, 0, 1);
-  if (!hidden_norm_weight.has_value()) return torch::stable::matmul(hidden_states, weight);
-  return torch::stable::matmul(norm(hidden_states, *hidden_norm_weight, eps), weight);
+// The GEMM, the rest and the store in one kernel, where that serves. hidden_norm stays ahead of it:
+// the GEMM asks for its first weights while the norm still runs, and reads rows that are rounded.
+bool project(const PrecomputeContextKvParams& params, const Tensor& context) {
+#ifdef DFLASH_CUDA
+  const bool is_hopper = device_properties(context.get_device_index()).major == 9;
+  if (!is_hopper || !can_project_context_kv(params)) return false;
+  DFLASH_LAUNCH(project_context_kv, params, context);
+  return true;
+#else
+  static_cast<void>(params);
+  static_cast<void>(context);
+  return false;
+#endif
 }
 
 }  // namespace
@@ -133,9 +140,13 @@ void precompute_context_kv(const Tensor& hidden_states,
   if (num_rows == 0) return;
   check_positions(positions, cos_sin_cache);
 
-  const Tensor kv = project(hidden_states, hidden_norm_weight, rms_norm_eps, kv_weight);
+  const Tensor context = hidden_norm_weight.has_value()
+                             ? norm(hidden_states, *hidden_norm_weight, rms_norm_eps)
+                             : hidden_states;
   PrecomputeContextKvParams params{};
-  params.kv = kv.data_ptr();
+  params.product = {context.data_ptr(), kv_weight.data_ptr(),  num_rows,
+                    kv_weight.size(0),  kv_weight.size(1),     context.stride(0),
+                    kv_weight.stride(0), to_dtype(hidden_states)};
   params.kv_bias = data_ptr<void>(kv_bias);
   params.k_norm_weight = data_ptr<void>(k_norm_weight);
   params.positions = data_ptr<const int64_t>(positions);
@@ -155,6 +166,11 @@ void precompute_context_kv(const Tensor& hidden_states,
                                     data_ptr<const int64_t>(slot_mappings[layer_groups[l]]),
                                     key_caches[l].size(1)};
   }
+  if (project(params, context)) return;
+  // [T, L * 2 * num_kv_heads * D]: K and V of all layers before bias, norm and RoPE.
+  const Tensor kv =
+      torch::stable::matmul(context, torch::stable::transpose(kv_weight, 0, 1));
+  params.kv = kv.data_ptr();
   DFLASH_LAUNCH(precompute_context_kv, params, hidden_states);
 }
 

@@ -175,7 +175,7 @@ struct Step {
     const Tensor logits = torch::one_hot(wanted, kVocab).to(torch::kFloat32);
     const Tensor sampled = int64s({-7, -7, -7, -7}).unsqueeze(0);
     const Tensor num_sampled = int32s({-7}), num_rejected = int32s({-7});
-    dflash::rejection_sample(logits, int32s({0, kQuery}), query.positions, int32s({0}),
+    dflash::rejection_sample(logits, {}, int32s({0, kQuery}), query.positions, int32s({0}),
                              draft_tokens, int32s({kNumDraft}), {}, torch::zeros({1}, floats),
                              int64s({0}), int32s({100}), {}, "match", kVocab, {}, sampled,
                              num_sampled, num_rejected);

@@ -8,15 +8,18 @@
 namespace dflash {
 namespace {
 
-class RejectionSample : public ::testing::TestWithParam<std::tuple<RejectionMethod, bool, int>> {};
+class RejectionSample
+    : public ::testing::TestWithParam<std::tuple<RejectionMethod, bool, int, bool>> {};
 
 TEST_P(RejectionSample, EqualsTheOracle) {
-  const auto [method, recorded, vocab_size] = GetParam();
+  const auto [method, recorded, vocab_size, from_tokens] = GetParam();
   const testing::RejectionCase c(24, 4, vocab_size, 1);
   std::vector<int64_t> tokens(24 * 5, 77);
   std::vector<int32_t> num_sampled(24, 77), num_rejected(24, 77);
+  const std::vector<int64_t> target_tokens = c.target_tokens();
   RejectionSampleParams p = c.params(method);
-  p.target_logits = c.target_logits.data();
+  if (from_tokens) p.target_tokens = target_tokens.data();
+  else p.target_logits = c.target_logits.data();
   p.logits_start_loc = c.start_loc.data();
   p.logits_positions = c.positions.data();
   p.idx_mapping = c.idx_mapping.data();
@@ -47,7 +50,13 @@ INSTANTIATE_TEST_SUITE_P(
     Methods, RejectionSample,
     ::testing::Combine(::testing::Values(RejectionMethod::kMatch, RejectionMethod::kStandard,
                                          RejectionMethod::kBlock, RejectionMethod::kSynthetic),
-                       ::testing::Bool(), ::testing::Values(1, 7, 1023, 1025, 5001)));
+                       ::testing::Bool(), ::testing::Values(1, 7, 1023, 1025, 5001),
+                       ::testing::Values(false)));
+INSTANTIATE_TEST_SUITE_P(
+    FromTokens, RejectionSample,
+    ::testing::Combine(::testing::Values(RejectionMethod::kMatch, RejectionMethod::kSynthetic),
+                       ::testing::Values(false), ::testing::Values(1, 7, 1025),
+                       ::testing::Values(true)));
 
 }  // namespace
 }  // namespace dflash

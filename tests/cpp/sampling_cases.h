@@ -129,6 +129,9 @@ struct RejectionCase {
     return p;
   }
 
+  // What every row samples; rows of padded requests hold no token.
+  std::vector<int64_t> target_tokens() const;
+
   // Tokens to commit for a request.
   std::vector<int64_t> expected(int64_t req, RejectionMethod method, bool recorded) const;
 };
@@ -220,6 +223,17 @@ struct Verifier {
 };
 
 }  // namespace oracle
+
+inline std::vector<int64_t> RejectionCase::target_tokens() const {
+  std::vector<int64_t> tokens(positions.size(), -9);
+  for (int64_t r = 0; r < num_reqs; ++r) {
+    if (idx_mapping[r] < 0) continue;
+    const oracle::Verifier verifier{*this, idx_mapping[r], start_loc[r], false, {}};
+    for (int i = 0; start_loc[r] + i < start_loc[r + 1]; ++i)
+      tokens[start_loc[r] + i] = verifier.choice(i);
+  }
+  return tokens;
+}
 
 inline std::vector<int64_t> RejectionCase::expected(int64_t req, RejectionMethod method,
                                                     bool recorded) const {

@@ -80,6 +80,24 @@ def test_graphs_equal_eager_bit_for_bit(mixed):
         assert torch.equal(ours[1:], theirs[1:])  # the null block is never written
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_tokens_of_the_head_are_those_of_its_logits(temperature):
+    """Drafts and verified rows, in graphs; beside the same engine that leaves logits, eagerly."""
+    prompts = [[3 + i, 40, 500, 6000] for i in range(12)]
+    params = [
+        SamplingParams(temperature=temperature, seed=i, max_tokens=60 + i, ignore_eos=True)
+        for i in range(12)
+    ]
+    llm = make_llm()
+    target = llm.core._step.target
+    assert target.rows_sampled_in_head == 128
+    assert llm.core._runner.captured[4, False].flow.raw_logits is None
+    sampled = [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
+    other = make_llm(enforce_eager=True)
+    other.core._step.target.rows_sampled_in_head = 0
+    assert [o.outputs[0].token_ids for o in other.generate(prompts, params)] == sampled
+
+
 def test_float32_is_lossless_through_graphs():
     torch.backends.cuda.matmul.allow_tf32 = False
     llm = make_llm(dtype="float32")

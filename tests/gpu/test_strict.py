@@ -51,13 +51,14 @@ class LogitsRecorder:
 
         def recorded_prefill(batch):
             flow = prefill(batch)
-            if flow.raw_logits is not None:
-                self._record(flow, 1)
+            self._record(flow, 1)
             return flow
 
         core._runner.decode, core._step.prefill = recorded_decode, recorded_prefill
 
     def _record(self, flow, rows_per_req: int) -> None:
+        if flow.raw_logits is None:  # nothing is sampled, or the head did it
+            return
         scheduler = self._core.scheduler
         owners = {r.row: r for r in (*scheduler.running, *scheduler.prefilling)}
         logits, positions = flow.raw_logits.cpu(), flow.positions.tolist()
@@ -69,6 +70,14 @@ class LogitsRecorder:
             for i in range(starts[r], starts[r] + counts[r]):
                 digest = hashlib.sha1(logits[i].view(-1).float().numpy().tobytes()).hexdigest()
                 self.rows.setdefault((hash(prompt), positions[i]), set()).add(digest)
+
+
+def prompts_of(llm: LLM) -> list[str]:
+    return [llm.chat_prompt([{"role": "user", "content": q}]) for q in QUESTIONS]
+
+
+def params(**arguments) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, **arguments)
 
 
 def record(arguments: dict) -> tuple[LogitsRecorder, list[RequestOutput], LLM]:
@@ -83,11 +92,10 @@ def record(arguments: dict) -> tuple[LogitsRecorder, list[RequestOutput], LLM]:
     }
     llm = LLM("demo", **(defaults | arguments))
     recorder = LogitsRecorder(llm)
-    prompts = [llm.chat_prompt([{"role": "user", "content": q}]) for q in QUESTIONS]
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    prompts, with_logits = prompts_of(llm), params(logprobs=0)
     if arguments.get("enable_prefix_caching"):
-        llm.generate(prompts, params)
-    return recorder, llm.generate(prompts, params), llm
+        llm.generate(prompts, with_logits)
+    return recorder, llm.generate(prompts, with_logits), llm
 
 
 def token_ids(outputs: list[RequestOutput]) -> list[list[int]]:
@@ -112,6 +120,9 @@ def test_logits_are_the_same_bits(name, reference):
     assert not different, [
         (prompt % 1000, at, len(recorder.rows[prompt, at])) for prompt, at in different
     ]
+    # Without logprobs the head samples where there are few rows, and makes no logits.
+    assert llm.core._step.target.rows_sampled_in_head > 0
+    assert token_ids(llm.generate(prompts_of(llm), params())) == expected
     if name == "preemption":
         assert outputs[-1].statistics.num_preemptions > 0
     if name == "prefix hits":

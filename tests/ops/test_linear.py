@@ -24,6 +24,28 @@ def test_linear_equals_reference(device, dtype, rows, outputs, size, has_bias):
     assert_close(output, linear_reference(x, weight, bias))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "rows,outputs,size",
+    [(1, 1, 1), (3, 77, 72), (16, 4099, 64), (60, 300, 5128), (128, 9001, 328), (129, 960, 576)],
+)
+def test_sums_in_fp32(device, dtype, rows, outputs, size):
+    x = torch.randn(rows, size, dtype=dtype, device=device)
+    weight = torch.randn(outputs, size, dtype=dtype, device=device) * size**-0.5
+    output, check_guards = guarded((rows, outputs), torch.float32, device)
+    linear(x, weight, None, output)
+    check_guards()
+    # Tensor cores truncate where they add: thousands of terms show in the fifth digit.
+    assert_close(output, linear_reference(x, weight, dtype=torch.float32), 1e-4)
+    if linear_plan(x, weight) is not None:
+        assert torch.equal(output.to(dtype), linear(x, weight))
+    wide = torch.full((rows, outputs + 9), 7.0, device=device)
+    linear(x, weight, None, wide[:, 4 : outputs + 4])
+    assert_close(wide[:, 4 : outputs + 4], output, 1e-4)  # the library chooses by the strides
+    assert (wide[:, :4] == 7).all() and (wide[:, outputs + 4 :] == 7).all()
+
+
 def test_a_row_does_not_depend_on_the_others():
     x, weight = torch.randn(32, 100), torch.randn(77, 100)
     alone = torch.cat([linear(row[None], weight) for row in x])
@@ -43,6 +65,11 @@ def test_linear_refuses_bad_input():
         linear(torch.zeros(2, 8), torch.zeros(4, 9))
     with pytest.raises(RuntimeError, match=r"bias: expected shape \[4\], got \[5\]"):
         linear(torch.zeros(2, 8), torch.zeros(4, 8), torch.zeros(5))
+    half = torch.zeros(4, 8).half()
+    with pytest.raises(RuntimeError, match="bias: not with a float32 output of 16-bit x"):
+        linear(half, half, half[:, 0].contiguous(), torch.zeros(4, 4))
+    with pytest.raises(RuntimeError, match="output: expected float32, got float16"):
+        linear(half.float(), half.float(), None, torch.zeros(4, 4).half())
 
 
 def test_linear_opcheck():

@@ -96,6 +96,63 @@ def test_equals_reference(device, dtype, is_neox, head_dim, rows, num_layers, nu
     check(make(rows, num_layers, num_kv_heads, head_dim, dtype, device, is_neox=is_neox))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 16, 33, 64, 128])
+@pytest.mark.parametrize("head_dim,hidden_size", [(64, 576), (128, 4096)])
+def test_few_rows_of_a_real_drafter(dtype, rows, head_dim, hidden_size):
+    for options in ({}, {"bias": True, "cache_dtype": FP8, "layout": "HND"}, {"kv_block_size": 1}):
+        check(make(rows, 5, 8, head_dim, dtype, "cuda", hidden_size=hidden_size, **options))
+
+
+@pytest.mark.gpu
+def test_few_rows_in_a_graph_read_what_was_just_written():
+    """Rows, positions and slots are written right before, 10 times in a graph, replayed with others."""
+    case = make(16, 5, 8, 128, torch.bfloat16, "cuda", hidden_size=1024)
+    source, rows = torch.zeros_like(case["hidden_states"]), case["hidden_states"]
+    slots, own_slots = case["slot_mappings"][0].clone(), case["slot_mappings"][0]
+    shift = torch.zeros(1, dtype=torch.int64, device="cuda")
+    caches = [case["key_caches"], case["value_caches"]]
+    kept = [[[torch.empty_like(c) for c in kind] for kind in caches] for _ in range(10)]
+
+    def one(i, arguments):
+        precompute_context_kv(**arguments)
+        for kind, copies in zip(caches, kept[i], strict=True):
+            for cache, copy in zip(kind, copies, strict=True):
+                copy.copy_(cache)
+
+    def chain():
+        for i in range(10):
+            torch.mul(source, 1.0 + i, out=rows)
+            torch.add(shift, torch.arange(16, device="cuda") + i, out=case["positions"])
+            own_slots.copy_(slots.roll(i))
+            one(i, case)
+
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain()
+    for replay in range(3):
+        source.copy_(torch.randn_like(source))
+        shift.fill_(10 * replay)
+        for cache in caches[0] + caches[1]:
+            cache.fill_(POISON)
+        graph.replay()
+        torch.cuda.synchronize()
+        replayed = [[[c.clone() for c in kind] for kind in copies] for copies in kept]
+        for cache in caches[0] + caches[1]:
+            cache.fill_(POISON)
+        for i in range(10):
+            positions = shift + torch.arange(16, device="cuda") + i
+            alone = {"hidden_states": source * (1.0 + i), "positions": positions}
+            torch.cuda.synchronize()
+            one(i, case | alone | {"slot_mappings": [slots.roll(i)]})
+            torch.cuda.synchronize()
+        for a, e in zip(replayed, kept, strict=True):
+            for kind, expected in zip(a, e, strict=True):
+                assert all(torch.equal(x, y) for x, y in zip(kind, expected, strict=True))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim,rotary_dim", [(6, 4), (80, 20), (128, 64)])
@@ -146,8 +203,9 @@ def test_strided_and_unaligned_hidden_states(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_rejected_rows_write_nothing_whatever_they_hold(device):
-    arguments = make(8, device=device)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rejected_rows_write_nothing_whatever_they_hold(device, dtype):
+    arguments = make(8, dtype=dtype, device=device)
     rejected = arguments["slot_mappings"][0] < 0
     arguments["hidden_states"][rejected] = float("nan")
     arguments["positions"][rejected] = 0

@@ -107,6 +107,34 @@ def test_equals_reference(
         assert torch.equal(output.cpu(), expected)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("method", ["match", "synthetic"])
+@pytest.mark.parametrize("vocab_size,num_drafts,num_reqs", [(5, 4, 24), (4099, 3, 9), (50, 0, 4)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_from_tokens_it_is_what_it_is_from_their_logits(
+    device, method, vocab_size, num_drafts, num_reqs, tied
+):
+    """At temperature 0 a row's token is its first maximum."""
+    case = make_case(num_reqs, num_drafts, vocab_size, tied=tied)
+    case["temperatures"].zero_()
+    logits = case.pop("target_logits")
+    expected = rejection_sample_reference(logits, method=method, **case)
+    outputs, checks = zip(
+        guarded((num_reqs, num_drafts + 1), torch.int64, device),
+        guarded((num_reqs,), torch.int32, device),
+        guarded((num_reqs,), torch.int32, device),
+        strict=True,
+    )
+    names = ("sampled_token_ids", "num_sampled", "num_rejected")
+    case["target_tokens"] = logits[:, :vocab_size].argmax(-1)
+    written = dict(zip(names, outputs, strict=True))
+    rejection_sample(None, method=method, **to_device(device, case), **written)
+    for check in checks:
+        check()
+    for output, e in zip(outputs, expected, strict=True):
+        assert torch.equal(output.cpu(), e)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("draft_dtype", [None, torch.bfloat16])
@@ -498,6 +526,23 @@ def test_bad_input_is_named():
         call(sampled_token_ids=torch.zeros(6, 4, dtype=torch.int64))
 
 
+def test_tokens_in_place_of_logits_are_checked():
+    case = make_case()
+    tokens = torch.zeros(len(case["target_logits"]), dtype=torch.int64)
+    with pytest.raises(ValueError, match="target_logits, target_tokens: expected one of the two"):
+        rejection_sample(target_tokens=tokens, **case)
+    del case["target_logits"]
+    with pytest.raises(ValueError, match="target_logits, target_tokens: expected one of the two"):
+        rejection_sample(None, **case)
+    with pytest.raises(RuntimeError, match="target_tokens: for methods match and synthetic"):
+        rejection_sample(None, target_tokens=tokens, method="block", **case)
+    with pytest.raises(RuntimeError, match="target_tokens: expected int64, got int32"):
+        rejection_sample(None, target_tokens=tokens.int(), **case)
+    del case["vocab_size"]
+    with pytest.raises(ValueError, match="vocab_size: required with target_tokens"):
+        rejection_sample(None, target_tokens=tokens, **case)
+
+
 def test_opcheck():
     case = make_case(draft_dtype=torch.float32)
     names = (
@@ -509,10 +554,12 @@ def test_opcheck():
         torch.zeros(6, dtype=torch.int32),
         torch.zeros(6, dtype=torch.int32),
     )
-    inputs = tuple(case[name] for name in names.split())
+    logits, *inputs = (case[name] for name in names.split())
     op = torch.ops.dflash.rejection_sample.default
-    check_op(op, (*inputs, "block", 37, None, *outputs))
-    check_op(op, (*inputs, "synthetic", 37, case["synthetic_rates"], *outputs))
+    check_op(op, (logits, None, *inputs, "block", 37, None, *outputs))
+    check_op(op, (logits, None, *inputs, "synthetic", 37, case["synthetic_rates"], *outputs))
+    tokens = torch.zeros(len(logits), dtype=torch.int64)
+    check_op(op, (None, tokens, *inputs, "match", 37, None, *outputs))
 
 
 @pytest.mark.gpu

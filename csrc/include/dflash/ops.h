@@ -72,8 +72,9 @@ inline void build_query(const at::Tensor& target_positions, const at::Tensor& qu
 
 // K/V of every draft layer for context rows, from the un-normed output of fc: hidden_norm, one GEMM with the
 // stacked K and V projections, per-head k_norm, RoPE at the row's own position, store. kv_weight is
-// [L * 2 * num_kv_heads * D, H], layer by layer, K before V. layer_groups maps a layer to its slot mapping.
-// On a GPU hidden_norm_weight is read before earlier kernels of the stream are done, as in add_rms_norm.
+// [L * 2 * num_kv_heads * D, H], layer by layer, K before V. layer_groups maps a layer to its slot mapping. At most 64
+// fp16 or bf16 rows on sm_90 with heads of 64 or 128: one kernel behind the norm (linear's note on the weight holds).
+// hidden_norm_weight is read before earlier kernels of the stream are done, as in add_rms_norm.
 inline void precompute_context_kv(const at::Tensor& hidden_states,
                                   const std::optional<at::Tensor>& hidden_norm_weight,
                                   double rms_norm_eps, const at::Tensor& kv_weight,
@@ -144,6 +145,32 @@ inline void sample_draft(const at::Tensor& logits, const at::Tensor& sample_posi
                  logit_scale, d2t, first_column, draft_tokens, draft_logits);
 }
 
+// The tokens that rows sample from logits_j = logit_scale * hidden_states[j] @ weight[:vocab_size]^T in fp32, which are
+// not rounded. At most 128 fp16 or bf16 rows on sm_90 and more than 8448 rows of weight: one pass over the weight and no
+// logits in memory (linear's note on the weight holds); else linear and sample_draft. Without logits_start_loc the rows
+// are draft rows: positions, idx_mapping [T], tokens [S, N] and the noise are sample_draft's. With it they are verified
+// ones: rows of request r are logits_start_loc[r]..[r + 1), idx_mapping is [R], a row's input stands at positions[j], and
+// tokens[j] is the first maximum of logits_j, or of logits_j / temperature + the target stream's Gumbel at
+// (seed, positions[j] + 1), as process_logits and rejection_sample take it. Padded rows write nothing.
+inline void lm_head_sample(const at::Tensor& hidden_states, const at::Tensor& weight,
+                           const at::Tensor& positions, const at::Tensor& idx_mapping,
+                           const std::optional<at::Tensor>& logits_start_loc,
+                           const std::optional<at::Tensor>& temperatures,
+                           const std::optional<at::Tensor>& seeds, int64_t vocab_size,
+                           double logit_scale, const std::optional<at::Tensor>& d2t,
+                           int64_t first_column, at::Tensor tokens) {
+  static const auto op = detail::find<decltype(lm_head_sample)>("dflash::lm_head_sample");
+  return op.call(hidden_states, weight, positions, idx_mapping, logits_start_loc, temperatures,
+                 seeds, vocab_size, logit_scale, d2t, first_column, tokens);
+}
+
+// What linear_plan says where lm_head_sample makes no logits for these operands, or nothing.
+inline std::vector<int64_t> lm_head_sample_plan(const at::Tensor& hidden_states,
+                                                const at::Tensor& weight) {
+  static const auto op = detail::find<decltype(lm_head_sample_plan)>("dflash::lm_head_sample_plan");
+  return op.call(hidden_states, weight);
+}
+
 // What the target's logits are sampled from. Rows of request r are logits_start_loc[r]..[r + 1), row i follows
 // d_1..d_i, the token it samples stands at logits_positions + 1. In this order: logit_bias is added (ids -1 unused);
 // stop_token_ids become -inf before min_seq_lens tokens; repetition (in the prompt or generated: l > 0 ? l / r :
@@ -179,11 +206,14 @@ inline void process_logits(const at::Tensor& logits, const at::Tensor& logits_st
 // A draft id outside the vocabulary (-1) ends the block: the next token is drawn as after full acceptance.
 // temperature 0: accept while d == argmax. Else by method: "match" (sample every row, accept while equal),
 // "standard" and "block" (against draft_logits, absent = one-hot), "synthetic" (accept with synthetic_rates[i]).
-// Commits at most tokens_left and stops after a token of stop_token_ids ([S, K], or [K] for all).
+// target_tokens, what each row samples (lm_head_sample), may stand in place of target_logits for temperature 0, "match"
+// and "synthetic". Commits at most tokens_left and stops after a token of stop_token_ids ([S, K], or [K] for all).
 // sampled_token_ids is -1 past num_sampled; num_rejected = rows - num_sampled.
-inline void rejection_sample(const at::Tensor& target_logits, const at::Tensor& logits_start_loc,
-                             const at::Tensor& logits_positions, const at::Tensor& idx_mapping,
-                             const at::Tensor& draft_tokens, const at::Tensor& num_draft_tokens,
+inline void rejection_sample(const std::optional<at::Tensor>& target_logits,
+                             const std::optional<at::Tensor>& target_tokens,
+                             const at::Tensor& logits_start_loc, const at::Tensor& logits_positions,
+                             const at::Tensor& idx_mapping, const at::Tensor& draft_tokens,
+                             const at::Tensor& num_draft_tokens,
                              const std::optional<at::Tensor>& draft_logits,
                              const at::Tensor& temperatures, const at::Tensor& seeds,
                              const at::Tensor& tokens_left,
@@ -193,9 +223,10 @@ inline void rejection_sample(const at::Tensor& target_logits, const at::Tensor& 
                              at::Tensor sampled_token_ids, at::Tensor num_sampled,
                              at::Tensor num_rejected) {
   static const auto op = detail::find<decltype(rejection_sample)>("dflash::rejection_sample");
-  return op.call(target_logits, logits_start_loc, logits_positions, idx_mapping, draft_tokens,
-                 num_draft_tokens, draft_logits, temperatures, seeds, tokens_left, stop_token_ids,
-                 method, vocab_size, synthetic_rates, sampled_token_ids, num_sampled, num_rejected);
+  return op.call(target_logits, target_tokens, logits_start_loc, logits_positions, idx_mapping,
+                 draft_tokens, num_draft_tokens, draft_logits, temperatures, seeds, tokens_left,
+                 stop_token_ids, method, vocab_size, synthetic_rates, sampled_token_ids,
+                 num_sampled, num_rejected);
 }
 
 // Commit what was sampled to the state: seq_lens += num_sampled, last_sampled, tokens_left -= num_sampled, finished
@@ -223,6 +254,7 @@ inline void add_rms_norm(const std::optional<at::Tensor>& x, at::Tensor residual
 // output = x @ weight^T + bias. At most 128 fp16 or bf16 rows on sm_90 (16-byte aligned) and at most 32 fp32 rows on a
 // CPU: each weight is read once, and a row's bits do not depend on the number of rows. On sm_90 the weight is read before
 // earlier kernels of the stream are done: none that may still run must write it. Everything else is the library's GEMM.
+// output may be fp32 where x and weight are not, without bias: the sums as they are.
 inline void linear(const at::Tensor& x, const at::Tensor& weight,
                    const std::optional<at::Tensor>& bias, at::Tensor output) {
   static const auto op = detail::find<decltype(linear)>("dflash::linear");

@@ -35,6 +35,17 @@ inline cudaError_t make_interleaved_map(CUtensorMap* map, const Operands& o, int
                           {half / 8, 8 * o.weight_stride, box_rows / 16}});
 }
 
+inline int num_tiles(int64_t num_outputs, int warpgroups) {
+  const int tile_rows = warpgroups * kGroupRows;
+  return static_cast<int>((num_outputs + tile_rows - 1) / tile_rows);
+}
+
+// CTAs that take the tiles by turns, each its own splits.
+inline int num_ctas(int num_tiles, int num_splits) {
+  return num_splits == 1 ? std::min(num_tiles, device_properties().num_sms)
+                         : num_splits * num_tiles;
+}
+
 template <typename T, int N, int W, class Epilogue>
 cudaError_t launch_shape(const Operands& o, int num_splits, const Epilogue& epilogue,
                          cudaStream_t stream) {
@@ -45,7 +56,7 @@ cudaError_t launch_shape(const Operands& o, int num_splits, const Epilogue& epil
 
   Plan plan;
   plan.num_rows = static_cast<int>(o.num_rows);
-  plan.num_tiles = static_cast<int>((o.num_outputs + kTileRows - 1) / kTileRows);
+  plan.num_tiles = num_tiles(o.num_outputs, W);
   plan.num_atoms = static_cast<int>((o.size + kAtom - 1) / kAtom);
   plan.num_splits = num_splits;
   plan.num_stages = (kSmemBytes - L::extra_bytes(num_splits)) / (L::kStageBytes + 16);
@@ -69,8 +80,7 @@ cudaError_t launch_shape(const Operands& o, int num_splits, const Epilogue& epil
   attributes[0].val.clusterDim.x = num_splits;
   attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(num_splits == 1 ? std::min(plan.num_tiles, device_properties().num_sms)
-                                        : num_splits * plan.num_tiles);
+  config.gridDim = dim3(num_ctas(plan.num_tiles, num_splits));
   config.blockDim = dim3(L::kThreads);
   config.dynamicSmemBytes = smem_bytes;
   config.stream = stream;

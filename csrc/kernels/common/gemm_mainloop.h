@@ -270,14 +270,17 @@ __device__ __forceinline__ void exchange(float (&acc)[N / 8][4], uint32_t receiv
 // a tensor map that says so), kBytes of shared memory a warpgroup, and
 // finish<kFirst, kRows>(acc, num_rows, column, smem): rows kFirst.. of a warpgroup's 64 columns of
 // the product, as the fragments of mma.sync m16n8k16 with the columns as M.
+// With kHasState, for one split only: begin<N, W>(num_rows, smem) and end<N, W>(num_rows, smem) of
+// all W warpgroups before and after a CTA's tiles, with the place of the first warpgroup; those of
+// the others follow it.
 template <typename T, int N, int W, int kAtoms, class Epilogue>
 __global__ void __launch_bounds__(128 * W + 32, N <= 32 ? 2 : 1)
     gemm_kernel(const __grid_constant__ CUtensorMap weight, const __grid_constant__ CUtensorMap x,
-                const Plan plan, const Epilogue epilogue) {
+                const Plan plan, const __grid_constant__ Epilogue epilogue) {
   using L = Layout<N, W, kAtoms, Epilogue::kBytes>;
   extern __shared__ __align__(1024) uint8_t smem[];
   let_successor_start();
-  const bool has_pair = plan.num_splits == 2;
+  const bool has_pair = !Epilogue::kHasState && plan.num_splits == 2;
   const Work work = Work::find<kAtoms>(plan);
   Ring<L> ring(plan, smem_address(smem));
   const int warp = threadIdx.x / 32;
@@ -310,6 +313,8 @@ __global__ void __launch_bounds__(128 * W + 32, N <= 32 ? 2 : 1)
 
   const int group = threadIdx.x / 128;
   float acc[N / 8][4];
+  [[maybe_unused]] uint8_t* const places = smem + L::epilogue_at(1, plan.num_stages, 0);
+  if constexpr (Epilogue::kHasState) epilogue.template begin<N, W>(plan.num_rows, places);
   for (int tile = work.first_tile; tile < plan.num_tiles; tile += work.tile_step) {
     accumulate<T, L, N, kAtoms>(acc, ring, work.num_steps, group);
     const int column = (tile * W + group) * kGroupRows;
@@ -318,16 +323,19 @@ __global__ void __launch_bounds__(128 * W + 32, N <= 32 ? 2 : 1)
       epilogue.template finish<0, N>(acc, plan.num_rows, column, place);
       continue;
     }
-    const uint32_t received = ring.stages + plan.num_stages * L::kStageBytes;
-    if (work.split == 0) {
-      exchange<L, N, 0>(acc, received);
-      epilogue.template finish<0, N / 2>(acc, plan.num_rows, column, place);
-    } else {
-      exchange<L, N, 1>(acc, received);
-      epilogue.template finish<N / 2, N / 2>(acc, plan.num_rows, column, place);
+    if constexpr (!Epilogue::kHasState) {
+      const uint32_t received = ring.stages + plan.num_stages * L::kStageBytes;
+      if (work.split == 0) {
+        exchange<L, N, 0>(acc, received);
+        epilogue.template finish<0, N / 2>(acc, plan.num_rows, column, place);
+      } else {
+        exchange<L, N, 1>(acc, received);
+        epilogue.template finish<N / 2, N / 2>(acc, plan.num_rows, column, place);
+      }
+      return;
     }
-    return;
   }
+  if constexpr (Epilogue::kHasState) epilogue.template end<N, W>(plan.num_rows, places);
 }
 
 }  // namespace dflash::gemm

@@ -56,4 +56,13 @@ inline Choice choose(const Operands& o) {
   return c;
 }
 
+// Tiles of 128 outputs, for an epilogue that needs that many neighbours.
+inline Choice choose_pairs(const Operands& o) {
+  Choice c = choose(o);
+  if (c.rows == 0) return c;
+  c.warpgroups = 2;
+  c.splits = (o.num_outputs + 127) / 128 * 2 <= kSms && o.size >= 1024 ? 2 : 1;
+  return c;
+}
+
 }  // namespace dflash::gemm

@@ -114,13 +114,17 @@ class Variant:
     processes_logits: bool = False  # else all take the first maximum of the model's own logits
     num_logprobs: int | None = None  # the most that any of them asks for
     drafts: bool = True  # False: a partial prompt chunk, which only observes
+    is_plain: bool = False  # of processed logits: the temperature is all that changes them
 
     @classmethod
     def of(cls, requests: Sequence[Request], drafts: bool = True) -> Variant:
         params = [request.params for request in requests]
         counts = [p.logprobs for p in params if p.logprobs is not None]
         return cls(
-            not all(p.takes_first_maximum for p in params), max(counts, default=None), drafts
+            not all(p.takes_first_maximum for p in params),
+            max(counts, default=None),
+            drafts,
+            all(p.is_plain for p in params),
         )
 
 

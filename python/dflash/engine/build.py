@@ -33,7 +33,7 @@ from dflash.errors import DflashError
 from dflash.log import log_once
 from dflash.models.decoder import DecoderSettings, Taps
 from dflash.models.drafter import Drafter
-from dflash.models.linear import STRICT_ROWS
+from dflash.models.linear import STRICT_ROWS, logits_dtype
 from dflash.models.target import Target
 from dflash.speculators.make import (
     DraftCheckpoint,
@@ -230,7 +230,8 @@ def _assemble(
     raw_logits = None
     if device.type == "cuda" and not args.enforce_eager:
         head = target.lm_head
-        raw_logits = head.new_empty(max_reqs * num_query_per_req, head.shape[0])
+        shape = max_reqs * num_query_per_req, head.shape[0]
+        raw_logits = head.new_empty(shape, dtype=logits_dtype(head))
     profile = profile_memory(
         args, device, target, speculator,
         [state, sampling, buffers, speculator, taps, raw_logits], max_rows, num_query_per_req,

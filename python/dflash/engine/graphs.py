@@ -53,7 +53,7 @@ class CapturedStep:
             captured.segments.append(graph)
         if sum(isinstance(s, torch.cuda.CUDAGraph) for s in captured.segments) == 1:
             # NOTE: nothing outside the graph reads these: kept, no other graph could use their memory.
-            captured.flow.hidden = captured.flow.logits = None
+            captured.flow.hidden = captured.flow.logits = captured.flow.target_tokens = None
         return captured
 
     def replay(self, variant: Variant) -> Flow:
@@ -112,7 +112,7 @@ class GraphRunner:
 
     def decode(self, batch: Batch) -> Flow:
         """One iteration of a padded batch."""
-        captured = self.captured.get((batch.num_reqs, batch.variant.processes_logits))
+        captured = self.captured.get((batch.num_reqs, self.step.processes_logits(batch)))
         if captured is None:
             return self.step.decode(batch)
         with torch.inference_mode():

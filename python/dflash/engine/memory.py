@@ -13,6 +13,7 @@ from dflash.engine.args import EngineArgs
 from dflash.engine.buffers import request_buckets
 from dflash.errors import DflashError
 from dflash.models.drafter import Drafter
+from dflash.models.linear import logits_dtype
 from dflash.models.target import Target
 from dflash.speculators.spec import Speculator
 
@@ -156,7 +157,7 @@ def profile_memory(
 def _logits_bytes(max_reqs: int, q: int, target: Target, speculator: Speculator | None) -> int:
     """The head's output, its processed copy in fp32 and the log-probabilities of those who ask."""
     rows, vocab = max_reqs * q, target.lm_head.shape[0]
-    size = rows * vocab * (target.lm_head.dtype.itemsize + 2 * 4)
+    size = rows * vocab * (logits_dtype(target.lm_head).itemsize + 2 * 4)
     return size if speculator is None else size + speculator.logits_bytes(max_reqs)
 
 

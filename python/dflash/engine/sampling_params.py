@@ -197,11 +197,17 @@ class SamplingParams:
         )
 
     @property
-    def takes_first_maximum(self) -> bool:
-        """Greedy over the model's own logits: nothing processes them."""
+    def is_plain(self) -> bool:
+        """Whether the temperature is all that changes the logits."""
+        is_cut = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
         return (
-            self.temperature == 0
+            not (self.temperature > 0 and is_cut)
             and not self.penalises
             and not self.logit_bias
             and self.min_tokens == 0
         )
+
+    @property
+    def takes_first_maximum(self) -> bool:
+        """Greedy over the model's own logits: nothing processes them."""
+        return self.temperature == 0 and self.is_plain

@@ -19,6 +19,7 @@ from dflash.models.decoder import Decoder, Taps
 from dflash.models.target import Target
 from dflash.ops.advance import advance
 from dflash.ops.build_verify import build_verify
+from dflash.ops.lm_head_sample import lm_head_sample
 from dflash.ops.process_logits import process_logits
 from dflash.ops.rejection_sample import rejection_sample
 from dflash.speculators.spec import Speculator
@@ -36,6 +37,7 @@ class Flow:
     positions: torch.Tensor | None = None  # of the rows that get logits
     raw_logits: torch.Tensor | None = None
     logits: torch.Tensor | None = None  # processed
+    target_tokens: torch.Tensor | None = None  # in place of logits, where the head samples
     logprobs: RawLogprobs | None = None
 
 
@@ -105,6 +107,24 @@ class Step:
         parts = self.sample_parts if batch.variant.drafts else self.observe_parts
         return run_parts(parts, Flow(batch))
 
+    def samples_in_head(self, batch: Batch) -> bool:
+        """Whether the head's GEMM leaves tokens and no logits: few rows, and nothing but a temperature asked for."""
+        variant, rows = batch.variant, batch.num_rows
+        if batch.logits_rows is not None:
+            rows = batch.logits_rows.shape[0]
+        if not 0 < rows <= self.target.rows_sampled_in_head or variant.num_logprobs is not None:
+            return False
+        return not variant.processes_logits or (
+            variant.is_plain and self.method in ("match", "synthetic")
+        )
+
+    def processes_logits(self, batch: Batch) -> bool:
+        """Which of a bucket's two graphs serves: where the head samples, the other one has all the logits."""
+        if self.samples_in_head(batch):
+            return False
+        variant, fits = batch.variant, batch.num_rows <= self.target.rows_sampled_in_head
+        return variant.processes_logits or (fits and variant.num_logprobs is not None)
+
     def rows(self, flow: Flow) -> None:
         """[bonus, d_1..d_N] of every request, from the state."""
         batch, state = flow.batch, self.state
@@ -131,7 +151,7 @@ class Step:
         flow.hidden = self.target.forward(flow.batch.input_ids, attention, self.taps)
 
     def logits(self, flow: Flow) -> None:
-        """Logits of the rows that are sampled, as the requests' parameters change them."""
+        """Logits of the rows that are sampled, as the requests' parameters change them; or their tokens."""
         batch, sampling = flow.batch, self.sampling
         hidden = flow.hidden
         assert hidden is not None
@@ -139,6 +159,19 @@ class Step:
         if batch.logits_rows is not None:
             hidden = hidden.index_select(0, batch.logits_rows)
             flow.positions = batch.positions.index_select(0, batch.logits_rows)
+        if self.samples_in_head(batch):
+            flow.target_tokens = lm_head_sample(
+                hidden,
+                self.target.lm_head,
+                flow.positions,
+                batch.idx_mapping,
+                torch.empty_like(flow.positions),
+                logits_start_loc=batch.logits_start_loc,
+                temperatures=sampling.temperatures,
+                seeds=sampling.seeds,
+                vocab_size=self.vocab_size,
+            )
+            return
         raw = None if self.raw_logits is None else self.raw_logits[: hidden.shape[0]]
         flow.logits = flow.raw_logits = self.target.logits(hidden, raw)
         if not batch.variant.processes_logits:
@@ -171,7 +204,10 @@ class Step:
     def accept(self, flow: Flow) -> None:
         """The longest accepted prefix and the next token of every request."""
         batch, state, sampling = flow.batch, self.state, self.sampling
-        assert flow.logits is not None and flow.positions is not None
+        assert flow.positions is not None
+        method = self.method
+        if flow.target_tokens is not None and method != "synthetic":
+            method = "match"  # what the others do at temperature 0, too
         rejection_sample(
             flow.logits,
             batch.logits_start_loc,
@@ -184,7 +220,8 @@ class Step:
             seeds=sampling.seeds,
             tokens_left=state.tokens_left,
             stop_token_ids=sampling.stop_token_ids,
-            method=self.method,
+            method=method,
+            target_tokens=flow.target_tokens,
             vocab_size=self.vocab_size,
             synthetic_rates=self.synthetic_rates,
             sampled_token_ids=batch.sampled_token_ids,

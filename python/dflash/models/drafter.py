@@ -12,7 +12,7 @@ from dflash.attention.spec import AttentionBatch
 from dflash.checkpoints.config import DraftConfig
 from dflash.checkpoints.weights import DraftWeights, Matrix
 from dflash.models.decoder import Decoder, DecoderSettings
-from dflash.models.linear import linear
+from dflash.models.linear import linear, logits_dtype
 from dflash.ops.precompute_context_kv import precompute_context_kv
 
 
@@ -94,5 +94,7 @@ class Drafter:
         return embedded
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, H] to [n, V_draft], before logit_scale."""
-        return linear(hidden, self.lm_head)
+        """[n, H] to [n, V_draft], before logit_scale, of models.linear.logits_dtype."""
+        shape = hidden.shape[0], self.lm_head.shape[0]
+        output = hidden.new_empty(shape, dtype=logits_dtype(self.lm_head))
+        return linear(hidden, self.lm_head, output=output)

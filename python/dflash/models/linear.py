@@ -11,6 +11,7 @@ from dflash.checkpoints.weights import Matrix
 from dflash.log import log_once
 from dflash.ops import linear as op
 from dflash.ops import linear_silu_mul as fused_op
+from dflash.ops.lm_head_sample import lm_head_sample_plan
 from dflash.ops.silu_mul import silu_mul
 
 STRICT_ROWS = 128
@@ -65,6 +66,19 @@ def is_streamed(matrix: Matrix) -> bool:
     return not missing
 
 
+def logits_dtype(head: torch.Tensor) -> torch.dtype:
+    """Of logits: the head's sums as they are, so that tokens are the same whether it samples itself or leaves them.
+
+    A CPU has no such product of 16-bit matrices and rounds.
+    """
+    return torch.float32 if head.is_cuda else head.dtype
+
+
+def rows_sampled_in(head: torch.Tensor) -> int:
+    """How many rows may sample in the head's GEMM, where no logits are made; 0: none."""
+    return STRICT_ROWS if lm_head_sample_plan(head[:1], head) is not None else 0
+
+
 def _below_each_other(
     x: torch.Tensor,
     weights: tuple[torch.Tensor, ...],
@@ -88,4 +102,11 @@ def _tiles(
     return zip(x.split(tile_rows), output.split(tile_rows), strict=True)
 
 
-__all__ = ["STRICT_ROWS", "is_streamed", "linear", "linear_silu_mul"]
+__all__ = [
+    "STRICT_ROWS",
+    "is_streamed",
+    "linear",
+    "linear_silu_mul",
+    "logits_dtype",
+    "rows_sampled_in",
+]

@@ -10,7 +10,7 @@ from dflash.attention.spec import AttentionBatch
 from dflash.checkpoints.config import TargetConfig
 from dflash.checkpoints.weights import TargetWeights
 from dflash.models.decoder import Decoder, DecoderSettings, Taps
-from dflash.models.linear import is_streamed
+from dflash.models.linear import is_streamed, logits_dtype, rows_sampled_in
 
 
 class Target:
@@ -23,6 +23,7 @@ class Target:
         self.embed_tokens = weights.embed_tokens
         self.lm_head = weights.lm_head
         self.decoder = Decoder(config.decoder, weights.layers, weights.norm, settings)
+        self.rows_sampled_in_head = rows_sampled_in(weights.lm_head)
         self._is_streamed = is_streamed(weights.lm_head) and self.decoder.is_streamed
 
     @property
@@ -37,5 +38,8 @@ class Target:
         return self.decoder.forward(F.embedding(input_ids, self.embed_tokens), batch, taps)
 
     def logits(self, hidden: torch.Tensor, output: torch.Tensor | None = None) -> torch.Tensor:
-        """[n, H] to [n, V]."""
+        """[n, H] to [n, V], of models.linear.logits_dtype."""
+        if output is None:
+            shape = hidden.shape[0], self.lm_head.shape[0]
+            output = hidden.new_empty(shape, dtype=logits_dtype(self.lm_head))
         return self.decoder.linear(hidden, self.lm_head, output=output)

@@ -16,7 +16,7 @@ def linear(
         x: [T, K] float32, float16 or bfloat16, any row stride.
         weight: [M, K], same dtype.
         bias: [M], same dtype, or None.
-        output: [T, M], same dtype; allocated when absent.
+        output: [T, M], same dtype; allocated when absent. Or float32: the sums without their rounding, no bias.
 
     Returns:
         output.
@@ -46,8 +46,11 @@ def linear_plan(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, int, int] |
 
 
 def linear_reference(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The same in plain torch, in fp64; never serves."""
+    """The same in plain torch, in fp64, as x's or another dtype; never serves."""
     product = x.double() @ weight.double().T
-    return (product if bias is None else product + bias.double()).to(x.dtype)
+    return (product if bias is None else product + bias.double()).to(dtype or x.dtype)

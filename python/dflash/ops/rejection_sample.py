@@ -10,7 +10,7 @@ METHODS = ("match", "standard", "block", "synthetic")
 
 
 def rejection_sample(
-    target_logits: torch.Tensor,
+    target_logits: torch.Tensor | None,
     logits_start_loc: torch.Tensor,
     logits_positions: torch.Tensor,
     idx_mapping: torch.Tensor,
@@ -21,6 +21,7 @@ def rejection_sample(
     tokens_left: torch.Tensor,
     *,
     method: str = "match",
+    target_tokens: torch.Tensor | None = None,
     draft_logits: torch.Tensor | None = None,
     stop_token_ids: torch.Tensor | None = None,
     vocab_size: int | None = None,
@@ -58,7 +59,7 @@ def rejection_sample(
 
     Args:
         target_logits: [M, >= vocab_size] float32, float16 or bfloat16, any row stride, already
-            divided by the temperature.
+            divided by the temperature; None with target_tokens.
         logits_start_loc: [R + 1] int32; a request may have 0 rows.
         logits_positions: [M] int64, positions of the rows' input tokens.
         idx_mapping: [R] int32, state row, -1 = padded.
@@ -68,9 +69,12 @@ def rejection_sample(
         seeds: [S] int64.
         tokens_left: [S] int32; <= 0 commits nothing.
         method: match, standard, block or synthetic.
+        target_tokens: [M] int64, t_i of every row in place of target_logits (`lm_head_sample`
+            leaves them), for match and synthetic.
         draft_logits: [S, N, >= vocab_size] of any of the three dtypes, as sample_draft records.
         stop_token_ids: [S, K] int64 padded with -1, or [K] for every request.
-        vocab_size: columns that count, padding excluded; all when absent.
+        vocab_size: columns that count, padding excluded; all when absent. Required with
+            target_tokens.
         synthetic_rates: [>= N] float32, conditional acceptance rates.
         sampled_token_ids: [R, N + 1] int64, written; -1 past num_sampled. Allocated when absent,
             like the next two.
@@ -81,20 +85,14 @@ def rejection_sample(
         sampled_token_ids, num_sampled, num_rejected.
 
     Raises:
-        ValueError: an unknown method, synthetic without rates, or vocab_size outside the columns
-            of target_logits.
+        ValueError: an unknown method, synthetic without rates, both or neither of target_logits and
+            target_tokens, or vocab_size outside the columns of target_logits.
     """
     if method not in METHODS:
         raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {method}")
     if method == "synthetic" and synthetic_rates is None:
         raise ValueError("synthetic_rates: required by method synthetic")
-    columns = target_logits.shape[-1]
-    if vocab_size is None:
-        vocab_size = columns
-    if not 1 <= vocab_size <= columns:
-        raise ValueError(
-            f"vocab_size: expected 1 to {columns} (the columns of target_logits), got {vocab_size}"
-        )
+    vocab_size = _checked_vocab_size(vocab_size, target_logits, target_tokens)
     num_reqs = idx_mapping.shape[0]
     if sampled_token_ids is None:
         sampled_token_ids = draft_tokens.new_empty(num_reqs, draft_tokens.shape[1] + 1)
@@ -104,6 +102,7 @@ def rejection_sample(
         num_rejected = idx_mapping.new_empty(num_reqs)
     torch.ops.dflash.rejection_sample(
         target_logits,
+        target_tokens,
         logits_start_loc,
         logits_positions,
         idx_mapping,
@@ -124,9 +123,28 @@ def rejection_sample(
     return sampled_token_ids, num_sampled, num_rejected
 
 
+def _checked_vocab_size(
+    vocab_size: int | None, target_logits: torch.Tensor | None, target_tokens: torch.Tensor | None
+) -> int:
+    if (target_logits is None) == (target_tokens is None):
+        raise ValueError("target_logits, target_tokens: expected one of the two")
+    if target_logits is None:
+        if vocab_size is None:
+            raise ValueError("vocab_size: required with target_tokens")
+        return vocab_size
+    columns = target_logits.shape[-1]
+    vocab_size = columns if vocab_size is None else vocab_size
+    if not 1 <= vocab_size <= columns:
+        raise ValueError(
+            f"vocab_size: expected 1 to {columns} (the columns of target_logits), got {vocab_size}"
+        )
+    return vocab_size
+
+
 @torch.library.register_fake("dflash::rejection_sample")
 def _(
-    target_logits: torch.Tensor,
+    target_logits: torch.Tensor | None,
+    target_tokens: torch.Tensor | None,
     logits_start_loc: torch.Tensor,
     logits_positions: torch.Tensor,
     idx_mapping: torch.Tensor,

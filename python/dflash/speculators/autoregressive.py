@@ -9,6 +9,7 @@ from dflash.attention.spec import AttentionBatch
 from dflash.engine.buffers import Batch, RequestState
 from dflash.engine.sampling import SamplingState
 from dflash.models.decoder import Decoder
+from dflash.models.linear import logits_dtype
 from dflash.models.target import Target
 from dflash.ops.build_verify import build_verify
 from dflash.speculators.buffers import DraftBuffers, draft_tokens, query_attention
@@ -69,7 +70,7 @@ class AutoregressiveSpeculator:
     def logits_bytes(self, max_reqs: int) -> int:
         """Of one pass: a row a request."""
         head = self.drafter.lm_head
-        return max_reqs * head.shape[0] * head.dtype.itemsize
+        return max_reqs * head.shape[0] * logits_dtype(head).itemsize
 
     def forwards(self, batch: Batch) -> list[tuple[Decoder, AttentionBatch]]:
         rows = self.buffers.of(batch.num_reqs)
@@ -97,7 +98,8 @@ class AutoregressiveSpeculator:
             attention = query_attention(rows, batch, self.max_model_len)
             hidden = self._forward(rows.input_ids, attention, prepare)
             draft_tokens(
-                self.drafter.logits(hidden),
+                self.drafter,
+                hidden,
                 rows.sample_positions,
                 batch.idx_mapping,
                 state,

@@ -10,6 +10,9 @@ import torch
 from dflash.attention.spec import AttentionBatch
 from dflash.engine.buffers import Batch, RequestState
 from dflash.engine.sampling import SamplingState
+from dflash.models.drafter import Drafter
+from dflash.models.target import Target
+from dflash.ops.lm_head_sample import lm_head_sample, lm_head_sample_plan
 from dflash.ops.sample_draft import sample_draft
 
 
@@ -76,7 +79,8 @@ def query_attention(rows: DraftBuffers, batch: Batch, max_model_len: int) -> Att
 
 
 def draft_tokens(
-    logits: torch.Tensor,
+    model: Drafter | Target,
+    hidden: torch.Tensor,
     positions: torch.Tensor,
     idx_mapping: torch.Tensor,
     state: RequestState,
@@ -90,16 +94,33 @@ def draft_tokens(
 ) -> None:
     """Samples columns of every request's block into the state; see sample_draft.
 
+    Drafts that need no record are sampled in the head's GEMM where lm_head_sample makes no logits.
+
     Args:
-        logits: [R * n, >= vocab_size] for n columns.
+        model: whose head it is.
+        hidden: [R * n, H] for n columns.
         positions: [R * n] int64, of the tokens predicted.
         idx_mapping: [R * n] int32, state rows.
         columns: of the block, the first given when it is not all of it.
     """
     gumbel = sample_method == "gumbel"
+    first_column = columns.start or 0
     record = state.draft_logits if gumbel else None
+    if not gumbel and lm_head_sample_plan(hidden, model.lm_head) is not None:
+        lm_head_sample(
+            hidden,
+            model.lm_head,
+            positions,
+            idx_mapping,
+            state.draft_tokens[:, columns],
+            vocab_size=vocab_size,
+            logit_scale=logit_scale,
+            d2t=d2t,
+            first_column=first_column,
+        )
+        return
     sample_draft(
-        logits,
+        model.logits(hidden),
         positions,
         idx_mapping,
         temperatures=sampling.temperatures if gumbel else None,
@@ -107,7 +128,7 @@ def draft_tokens(
         vocab_size=vocab_size,
         logit_scale=logit_scale,
         d2t=d2t,
-        first_column=columns.start or 0,
+        first_column=first_column,
         draft_tokens=state.draft_tokens[:, columns],
         draft_logits=None if record is None else record[:, columns],
     )

@@ -10,6 +10,7 @@ from dflash.engine.buffers import Batch, RequestState
 from dflash.engine.sampling import SamplingState
 from dflash.models.decoder import Decoder
 from dflash.models.drafter import Drafter
+from dflash.models.linear import logits_dtype
 from dflash.ops.build_query import build_query
 from dflash.speculators.buffers import DraftBuffers, draft_tokens, query_attention
 
@@ -70,7 +71,7 @@ class DFlashSpeculator:
     def logits_bytes(self, max_reqs: int) -> int:
         """Of all mask rows at once."""
         head = self.drafter.lm_head
-        return max_reqs * self.num_speculative_tokens * head.shape[0] * head.dtype.itemsize
+        return max_reqs * self.num_speculative_tokens * head.shape[0] * logits_dtype(head).itemsize
 
     def forwards(self, batch: Batch) -> list[tuple[Decoder, AttentionBatch]]:
         rows = self.buffers.of(batch.num_reqs)
@@ -104,7 +105,8 @@ class DFlashSpeculator:
         hidden = self.drafter.forward(rows.input_ids, attention)
         hidden = hidden.index_select(0, self.sample_rows[:samples])
         draft_tokens(
-            self.drafter.logits(hidden),
+            self.drafter,
+            hidden,
             rows.sample_positions,
             self.sample_idx_mapping[:samples],
             state,

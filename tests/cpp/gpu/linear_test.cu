@@ -111,6 +111,30 @@ TYPED_TEST(LinearKernel, ARowDoesNotDependOnTheOthers) {
   }
 }
 
+// Sums as they are: what the twin has in fp32, and rounded what the kernel stores.
+TYPED_TEST(LinearKernel, WritesSumsInFp32) {
+  for (int64_t num_rows : {1, 16, 29, 57, 128}) {
+    for (const auto& [num_outputs, size] : {std::pair<int64_t, int64_t>{7, 72}, {130, 5128},
+                                            {64 * 140 + 24, 136}}) {
+      LinearBatch<TypeParam> batch(num_rows, num_outputs, size);
+      std::vector<float> x = floats(batch.x), weight = floats(batch.weight);
+      std::vector<float> sums(num_rows * batch.output_stride, 5), twin = sums;
+      cpu::linear({x.data(), weight.data(), nullptr, twin.data(), num_rows, num_outputs, size,
+                   batch.x_stride, size, batch.output_stride, DType::kFloat32});
+      DevicePlace place;
+      LinearParams p = batch.params(place, false);
+      p.output = place(sums);
+      p.writes_float = true;
+      ASSERT_EQ(launch_linear(p, nullptr), cudaSuccess);
+      place.copy_back();
+      SCOPED_TRACE(::testing::Message() << num_rows << " " << num_outputs << " " << size);
+      for (size_t i = 0; i < sums.size(); ++i)  // tensor cores truncate where they add
+        ASSERT_NEAR(sums[i], twin[i], 1e-4f * std::max(1.0f, std::fabs(twin[i]))) << i;
+      EXPECT_EQ(floats(typed<TypeParam>(sums)), floats(run(batch, false)));
+    }
+  }
+}
+
 TYPED_TEST(LinearKernel, WritesRowsOfAnyAlignment) {
   LinearBatch<TypeParam> batch(20, 101, 64);
   batch.output_stride = 103;
@@ -128,6 +152,8 @@ TYPED_TEST(LinearKernel, RefusesWhatItCannotStream) {
   bad = good, bad.x_stride = 65;
   EXPECT_EQ(launch_linear(bad, nullptr), cudaErrorInvalidValue);
   bad = good, bad.weight = static_cast<const uint8_t*>(good.weight) + 2;
+  EXPECT_EQ(launch_linear(bad, nullptr), cudaErrorInvalidValue);
+  bad = batch.params(place, true), bad.writes_float = true;
   EXPECT_EQ(launch_linear(bad, nullptr), cudaErrorInvalidValue);
   bad = good, bad.dtype = DType::kFloat32;
   EXPECT_EQ(launch_linear(bad, nullptr), cudaErrorInvalidValue);

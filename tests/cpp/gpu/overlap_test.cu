@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Kernels whose start overlaps the end of the one before them: behind a kernel that lets its
 // successor start at once and then takes its time, they read nothing early and write nothing early.
-#include "kernels/common/overlap.h"
-
 #include <gtest/gtest.h>
 
 #include "device_place.h"
@@ -10,18 +8,12 @@
 #include "kernels/qk_norm_rope_store.h"
 #include "kernels/silu_mul.h"
 #include "kv_batch.h"
+#include "late.h"
 
 namespace dflash::test {
 namespace {
 
 constexpr int64_t kRows = 16, kSize = 1024;
-
-__global__ void copy_late(float* to, const float* from, int64_t count) {
-  let_successor_start();
-  const long long start = clock64();
-  while (clock64() - start < 400000) continue;
-  for (int64_t i = threadIdx.x; i < count; i += blockDim.x) to[i] = from[i];
-}
 
 struct Vectors {
   std::vector<float> input, residual, weight, output;

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The store kernel alone; its GEMM is torch's and is tested from Python.
+// The store kernel alone, whose GEMM is torch's and tested from Python; and the kernel that has both.
 #include "kernels/precompute_context_kv.h"
 
 #include <gtest/gtest.h>
 
 #include "device_place.h"
+#include "kernels/linear.h"
 #include "kv_batch.h"
+#include "late.h"
 
 namespace dflash::test {
 namespace {
@@ -116,6 +118,130 @@ TYPED_TEST(PrecomputeContextKvKernel, EqualsTwinAtAwkwardShapes) {
       expect_kernel_equals_twin<TypeParam, TypeParam>(shape);
       expect_kernel_equals_twin<TypeParam, Float8E4M3>(shape);
     }
+  }
+}
+
+// Rows and projections of a batch; rows without a slot in either group are NaN.
+template <typename T>
+struct Product {
+  int64_t num_rows, num_outputs, size, stride;
+  std::vector<T> x, weight;
+
+  Product(const Shape& s, int64_t size, const std::vector<int64_t> (&slots)[2])
+      : num_rows(s.num_rows),
+        num_outputs(int64_t{2} * s.num_layers * s.num_kv_heads * s.head_dim),
+        size(size),
+        stride(size + 8) {
+    UniformValues random(19);
+    std::vector<float> rows = random(num_rows * stride), w = random(num_outputs * size);
+    for (int64_t r = 0; r < num_rows; ++r) {
+      if (slots[0][r] >= 0 || slots[1][r] >= 0) continue;
+      std::fill_n(rows.begin() + r * stride, stride, std::nanf(""));
+    }
+    for (float& value : w) value /= std::sqrt(static_cast<float>(size));
+    x = typed<T>(rows);
+    weight = typed<T>(w);
+  }
+};
+
+// One kernel has the bits of linear and the store kernel.
+template <typename T, typename Cache>
+void expect_one_kernel_equals_two(const Shape& shape, int64_t size) {
+  const ContextBatch<T, Cache> batch(shape);
+  Product<T> product(shape, size, batch.slots);
+  ContextBatch<T, Cache> two = batch, one = batch;
+  DevicePlace place;
+  PrecomputeContextKvParams p = two.params(place), q = one.params(place);
+  q.product = {place(product.x), place(product.weight), product.num_rows, product.num_outputs,
+               size,             product.stride,        size,             kDType<T>};
+  q.kv = nullptr;
+  const LinearParams linear{q.product.x,    q.product.weight,      nullptr, const_cast<void*>(p.kv),
+                            shape.num_rows, product.num_outputs,   size,    product.stride,
+                            size,           product.num_outputs,   kDType<T>};
+  ASSERT_EQ(launch_linear(linear, nullptr), cudaSuccess);
+  ASSERT_EQ(launch_precompute_context_kv(p, nullptr), cudaSuccess);
+  ASSERT_TRUE(can_project_context_kv(q));
+  ASSERT_EQ(launch_project_context_kv(q, nullptr), cudaSuccess);
+  place.copy_back();
+  for (int l = 0; l < shape.num_layers; ++l) {
+    EXPECT_EQ(floats(one.keys[l].data), floats(two.keys[l].data)) << "layer " << l;
+    EXPECT_EQ(floats(one.values[l].data), floats(two.values[l].data)) << "layer " << l;
+    EXPECT_NE(floats(one.keys[l].data), floats(batch.keys[l].data)) << "layer " << l;
+  }
+}
+
+template <typename T>
+class ProjectContextKvKernel : public ::testing::Test {};
+using FewRowTypes = ::testing::Types<Half, BFloat16>;
+TYPED_TEST_SUITE(ProjectContextKvKernel, FewRowTypes);
+
+TYPED_TEST(ProjectContextKvKernel, EqualsItsTwoKernels) {
+  for (int64_t num_rows : {1, 16, 29, 57, 64}) {
+    for (int head_dim : {64, 128}) {
+      for (int64_t size : {72, 1160}) {  // one split of K, two
+        SCOPED_TRACE(::testing::Message() << num_rows << " " << head_dim << " " << size);
+        Shape shape{num_rows, 5, 3, head_dim, head_dim};
+        expect_one_kernel_equals_two<TypeParam, TypeParam>(shape, size);
+        shape.is_neox = false;
+        shape.with_bias = true;
+        shape.rotary_dim = head_dim / 2;
+        expect_one_kernel_equals_two<TypeParam, Float8E4M3>(shape, size);
+        shape.with_norm = false;
+        shape.is_neox = true;
+        shape.num_layers = 1;
+        expect_one_kernel_equals_two<TypeParam, TypeParam>(shape, size);
+      }
+    }
+  }
+}
+
+// More tiles than SMs: a CTA takes several.
+TYPED_TEST(ProjectContextKvKernel, EqualsItsTwoKernelsWhereCtasTakeTurns) {
+  expect_one_kernel_equals_two<TypeParam, TypeParam>({40, 24, 6, 64, 64}, 136);
+  expect_one_kernel_equals_two<TypeParam, TypeParam>({16, kMaxContextLayers, 3, 128, 128}, 264);
+}
+
+TYPED_TEST(ProjectContextKvKernel, ReadsWhatWasWritten) {
+  const Shape shape{29, 3, 2, 128, 128};
+  const ContextBatch<TypeParam, TypeParam> batch(shape);
+  Product<TypeParam> product(shape, 264, batch.slots);
+  std::vector<std::vector<float>> expected;
+  for (int late = 0; late < 4; ++late) {  // the first time nothing is
+    ContextBatch<TypeParam, TypeParam> b = batch, source = batch;
+    std::vector<TypeParam> rows = product.x;
+    DevicePlace place;
+    PrecomputeContextKvParams p = b.params(place);
+    const TypeParam* x = place(product.x);
+    p.product = {x,   place(product.weight), product.num_rows, product.num_outputs,
+                 264, product.stride,        264,              kDType<TypeParam>};
+    p.kv = nullptr;
+    if (late == 1) write_late(place, x, rows, 0xff);
+    if (late == 2) write_late(place, p.positions, source.positions, 0);
+    if (late == 3) write_late(place, p.layers[0].slot_mapping, source.slots[0], 0xff);
+    ASSERT_EQ(launch_project_context_kv(p, nullptr), cudaSuccess);
+    place.copy_back();
+    for (int l = 0; l < shape.num_layers; ++l) {
+      if (late == 0) {
+        expected.push_back(floats(b.keys[l].data));
+        expected.push_back(floats(b.values[l].data));
+      }
+      EXPECT_EQ(floats(b.keys[l].data), expected[2 * l]) << "late: " << late;
+      EXPECT_EQ(floats(b.values[l].data), expected[2 * l + 1]) << "late: " << late;
+    }
+  }
+}
+
+TYPED_TEST(ProjectContextKvKernel, RefusesOtherShapes) {
+  for (const Shape& shape : {Shape{4, 2, 2, 96, 96}, Shape{4, 2, 2, 64, 20},
+                             Shape{65, 2, 2, 64, 64}, Shape{4, 2, 2, 256, 256}}) {
+    ContextBatch<TypeParam, TypeParam> batch(shape);
+    Product<TypeParam> product(shape, 64, batch.slots);
+    DevicePlace place;
+    PrecomputeContextKvParams p = batch.params(place);
+    p.product = {place(product.x), place(product.weight), product.num_rows, product.num_outputs,
+                 64,               product.stride,        64,               kDType<TypeParam>};
+    EXPECT_FALSE(can_project_context_kv(p));
+    EXPECT_EQ(launch_project_context_kv(p, nullptr), cudaErrorInvalidValue);
   }
 }
 

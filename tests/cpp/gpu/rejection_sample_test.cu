@@ -5,6 +5,7 @@
 
 #include "../sampling_cases.h"
 #include "device_array.h"
+#include "late.h"
 
 namespace dflash {
 namespace {
@@ -12,22 +13,23 @@ namespace {
 using testing::DeviceArray;
 
 class RejectionSampleKernel
-    : public ::testing::TestWithParam<std::tuple<RejectionMethod, bool, int>> {};
+    : public ::testing::TestWithParam<std::tuple<RejectionMethod, bool, int, bool>> {};
 
 TEST_P(RejectionSampleKernel, EqualsTheOracle) {
-  const auto [method, recorded, vocab_size] = GetParam();
+  const auto [method, recorded, vocab_size, from_tokens] = GetParam();
   const testing::RejectionCase c(24, 4, vocab_size, 1);
   const DeviceArray<float> target_logits(c.target_logits), draft_logits(c.draft_logits),
       temperatures(c.temperatures), rates(c.rates);
   const DeviceArray<int32_t> start_loc(c.start_loc), idx_mapping(c.idx_mapping),
       num_draft_tokens(c.num_draft_tokens), tokens_left(c.tokens_left);
   const DeviceArray<int64_t> positions(c.positions), draft_tokens(c.draft_tokens), seeds(c.seeds),
-      stop_token_ids(c.stop_token_ids);
+      stop_token_ids(c.stop_token_ids), target_tokens(c.target_tokens());
   const DeviceArray<int64_t> tokens(std::vector<int64_t>(24 * 5, 77));
   const DeviceArray<int32_t> num_sampled(std::vector<int32_t>(24, 77)),
       num_rejected(std::vector<int32_t>(24, 77));
   RejectionSampleParams p = c.params(method);
-  p.target_logits = target_logits.data();
+  if (from_tokens) p.target_tokens = target_tokens.data();
+  else p.target_logits = target_logits.data();
   p.logits_start_loc = start_loc.data();
   p.logits_positions = positions.data();
   p.idx_mapping = idx_mapping.data();
@@ -45,6 +47,9 @@ TEST_P(RejectionSampleKernel, EqualsTheOracle) {
   const DeviceArray<uint8_t> scratch(
       std::vector<uint8_t>(static_cast<size_t>(rejection_sample_scratch_size(p)), 0xff));
   p.scratch = scratch.data();
+  test::DevicePlace place;
+  std::vector<int64_t> late = c.target_tokens();
+  if (from_tokens) test::write_late(place, p.target_tokens, late, 0xff);
   ASSERT_EQ(launch_rejection_sample(p, nullptr), cudaSuccess);
   ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
 
@@ -64,7 +69,13 @@ INSTANTIATE_TEST_SUITE_P(
     Methods, RejectionSampleKernel,
     ::testing::Combine(::testing::Values(RejectionMethod::kMatch, RejectionMethod::kStandard,
                                          RejectionMethod::kBlock, RejectionMethod::kSynthetic),
-                       ::testing::Bool(), ::testing::Values(1, 7, 1025, 4096, 9001)));
+                       ::testing::Bool(), ::testing::Values(1, 7, 1025, 4096, 9001),
+                       ::testing::Values(false)));
+INSTANTIATE_TEST_SUITE_P(
+    FromTokens, RejectionSampleKernel,
+    ::testing::Combine(::testing::Values(RejectionMethod::kMatch, RejectionMethod::kSynthetic),
+                       ::testing::Values(false), ::testing::Values(1, 7, 1025),
+                       ::testing::Values(true)));
 
 }  // namespace
 }  // namespace dflash

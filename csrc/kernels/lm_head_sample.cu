@@ -1,0 +1,204 @@
+// SPDX-License-Identifier: Apache-2.0
+// The tokens that rows sample from logits = hidden weight^T, which are never stored: the streaming
+// GEMM (common/gemm_mainloop.h) whose warpgroups pass 16 rows at a time of their fp32 sums through
+// shared memory, where 16 lanes own a row and a lane four neighbouring columns (one Philox call). A
+// CTA keeps the key of each row's first maximum over its tiles and leaves one a row; the last kernel
+// of sample_draft merges them. Larger keys win, in any order. Bytes moved: the weight, once.
+#include "lm_head_sample.h"
+
+#include "common/gemm_launch.h"
+#include "common/reduce.h"
+#include "common/vec.h"
+
+namespace dflash {
+namespace {
+
+constexpr int kWarpgroups = 3;
+constexpr int kRows = 16;                     // that pass through shared memory at once
+constexpr int kPitch = gemm::kGroupRows + 4;  // floats: no conflicts for fragments or for quads
+constexpr int kSumBytes = kRows * kPitch * 4;
+constexpr int kAllGroups = 1 + kWarpgroups;  // a named barrier that no warpgroup uses alone
+
+// What the noise of a row needs.
+struct RowNoise {
+  int64_t seed;
+  int64_t position;
+  int32_t offset;  // of the stream; -1: the row takes its first maximum, or nothing
+  float temperature;
+};
+
+__device__ __forceinline__ uint64_t larger(uint64_t a, uint64_t b) { return a > b ? a : b; }
+
+// N rows. The place of a warpgroup: sums [16, kPitch], keys [N], and the noise of every third row.
+template <int N>
+struct SampleEpilogue {
+  static constexpr bool kInterleaved = false, kHasState = true;
+  static constexpr int kNoises = (N + kWarpgroups - 1) / kWarpgroups;
+  static constexpr int kNoiseAt = kSumBytes + N * static_cast<int>(sizeof(uint64_t));
+  static constexpr int kBytes =
+      (kNoiseAt + kNoises * static_cast<int>(sizeof(RowNoise)) + 15) / 16 * 16;
+
+  SampleDraftParams p;
+  uint64_t* keys;  // [num_rows, gridDim.x]
+
+  __device__ __forceinline__ static uint64_t* keys_of(uint8_t* places, int group) {
+    return reinterpret_cast<uint64_t*>(places + group * kBytes + kSumBytes);
+  }
+
+  __device__ __forceinline__ static RowNoise* noise_of(uint8_t* places, int row) {
+    uint8_t* place = places + row % kWarpgroups * kBytes;
+    return reinterpret_cast<RowNoise*>(place + kNoiseAt) + row / kWarpgroups;
+  }
+
+  template <int, int W>
+  __device__ __forceinline__ void begin(int num_rows, uint8_t* places) const {
+    static_assert(W == kWarpgroups && N <= 128 * W);
+    const int t = static_cast<int>(threadIdx.x);
+    for (int i = t; i < N * W; i += 128 * W) keys_of(places, i / N)[i % N] = 0;
+    wait_for_predecessor();
+    if (t < num_rows) {
+      const DraftRow r = draft_row(p, t);
+      *noise_of(places, t) = {r.noise.seed, r.noise.position, r.greedy ? -1 : r.noise.offset,
+                              r.temperature};
+    }
+    named_barrier(kAllGroups, 128 * W);
+  }
+
+  template <int kFirst, int, int kFragments>
+  __device__ __forceinline__ void finish(const float (&acc)[kFragments][4], int num_rows,
+                                         int column, uint8_t* place) const {
+    static_assert(kFirst == 0 && kFragments == N / 8);
+    const int group = threadIdx.x / 128;
+    float* sums = reinterpret_cast<float*>(place);
+#pragma unroll 1
+    for (int first = 0; first < num_rows; first += kRows) {
+      named_barrier(1 + group, 128);  // the rows before are read
+#pragma unroll
+      for (int j = 0; j < N / 8; j += 2) {
+        if (8 * j != first) continue;
+        put(acc[j], 0, sums);
+        put(acc[j + 1], 8, sums);
+      }
+      named_barrier(1 + group, 128);
+      scan(first, num_rows, column, sums, place - group * kBytes, group);
+    }
+  }
+
+  __device__ __forceinline__ static void put(const float (&fragment)[4], int row, float* sums) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    float* to = sums + (row + lane % 4 * 2) * kPitch + warp * 16 + lane / 4;
+    to[0] = fragment[0];
+    to[kPitch] = fragment[1];
+    to[8] = fragment[2];
+    to[kPitch + 8] = fragment[3];
+  }
+
+  __device__ __forceinline__ void scan(int first, int num_rows, int column, const float* sums,
+                                       uint8_t* places, int group) const {
+    const int lane = threadIdx.x % 16;
+#pragma unroll 1
+    for (int i = threadIdx.x / 16 % 8; i < kRows && first + i < num_rows; i += 8) {
+      const int64_t at = column + lane * 4;
+      const Vec<float, 4> x = load_vec<4>(sums + i * kPitch + lane * 4);
+      const uint64_t key = row_maximum(best(x, at, *noise_of(places, first + i)));
+      // The same half of a warp at every tile: no other thread touches it.
+      uint64_t& kept = keys_of(places, group)[first + i];
+      if (lane == 0) kept = larger(kept, key);
+    }
+    __syncwarp();
+  }
+
+  // Of four neighbouring columns.
+  __device__ __forceinline__ uint64_t best(const Vec<float, 4>& sums, int64_t column,
+                                           const RowNoise& row) const {
+    float x[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      x[k] = column + k < p.vocab_size ? clean_logit(sums.x[k] * p.logit_scale)
+                                       : kNegativeInfinity;
+    }
+    if (row.offset >= 0) {
+      const bool is_verified = p.logits_start_loc != nullptr;
+      const NoiseKey noise{is_verified ? Stream::kTarget : Stream::kDraft, row.offset, row.seed,
+                           row.position};
+      const Philox4 words = target_words(p, noise, column);
+      const float inverse = 1.0f / row.temperature;
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        x[k] = race_score(is_verified, row.temperature, inverse, x[k], words.x[k]);
+    }
+    float top = x[0];
+    int index = 0;
+#pragma unroll
+    for (int k = 1; k < 4; ++k) {
+      if (!(x[k] > top)) continue;
+      top = x[k];
+      index = k;
+    }
+    return argmax_key(top, column + index);
+  }
+
+  // Over the 16 lanes of a row.
+  __device__ __forceinline__ static uint64_t row_maximum(uint64_t key) {
+    const unsigned lanes = lane_group_mask<16>();
+#pragma unroll
+    for (int offset = 8; offset > 0; offset /= 2)
+      key = larger(key, __shfl_xor_sync(lanes, key, offset));
+    return key;
+  }
+
+  template <int, int W>
+  __device__ __forceinline__ void end(int num_rows, uint8_t* places) const {
+    named_barrier(kAllGroups, 128 * W);
+    const int row = static_cast<int>(threadIdx.x);
+    if (row >= num_rows) return;
+    uint64_t key = 0;
+#pragma unroll
+    for (int group = 0; group < W; ++group) key = larger(key, keys_of(places, group)[row]);
+    keys[static_cast<int64_t>(row) * gridDim.x + blockIdx.x] = key;
+  }
+};
+
+// Columns past the vocabulary are not even read where whole tiles of them are.
+gemm::Operands known_part(const LmHeadSampleParams& p) {
+  gemm::Operands o = p.head;
+  o.num_outputs = p.sample.vocab_size;
+  return o;
+}
+
+int keys_per_row(const LmHeadSampleParams& p) {
+  return gemm::num_ctas(gemm::num_tiles(p.sample.vocab_size, kWarpgroups), 1);
+}
+
+template <typename T, int N>
+cudaError_t launch_rows(const LmHeadSampleParams& p, cudaStream_t stream) {
+  const SampleEpilogue<N> epilogue{p.sample, static_cast<uint64_t*>(p.sample.scratch)};
+  return gemm::launch_shape<T, N, kWarpgroups>(known_part(p), 1, epilogue, stream);
+}
+
+template <typename T>
+cudaError_t launch(const LmHeadSampleParams& p, cudaStream_t stream) {
+  switch (gemm::choose(p.head).rows) {
+    case 16: return launch_rows<T, 16>(p, stream);
+    case 32: return launch_rows<T, 32>(p, stream);
+    case 64: return launch_rows<T, 64>(p, stream);
+    default: return launch_rows<T, 128>(p, stream);
+  }
+}
+
+}  // namespace
+
+int64_t lm_head_sample_scratch_size(const LmHeadSampleParams& params) {
+  return params.sample.num_rows * keys_per_row(params) * static_cast<int64_t>(sizeof(uint64_t));
+}
+
+cudaError_t launch_lm_head_sample(const LmHeadSampleParams& params, cudaStream_t stream) {
+  if (device_properties().major != 9 || !can_fuse(params)) return cudaErrorInvalidValue;
+  const cudaError_t error = params.head.dtype == DType::kFloat16 ? launch<Half>(params, stream)
+                                                                 : launch<BFloat16>(params, stream);
+  if (error != cudaSuccess) return error;
+  return launch_finish_sample(params.sample, static_cast<const uint64_t*>(params.sample.scratch),
+                              keys_per_row(params), stream);
+}
+
+}  // namespace dflash

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens that the head samples itself are those of its logits, whatever a batch mixes."""
+
+from __future__ import annotations
+
+import pytest
+
+from dflash import SamplingParams
+from dflash.engine import step as step_module
+from dflash.speculators import buffers
+from tests.engine.conftest import NUM_TOKENS, PROMPTS
+from tests.support import engine
+
+GREEDY = {"temperature": 0.0}
+PLAIN = {"temperature": 0.9}
+CASES = {
+    "greedy": [GREEDY],
+    "plain": [PLAIN],
+    "greedy and plain": [GREEDY, PLAIN],
+    "logprobs": [GREEDY, GREEDY | {"logprobs": 1}],
+    "processed": [GREEDY, PLAIN, PLAIN | {"top_k": 5}, GREEDY | {"presence_penalty": 0.5}],
+}
+
+
+def counted(monkeypatch, module, name) -> list[int]:
+    """Rows of every call of module.name."""
+    function, rows = getattr(module, name), []
+
+    def wrapper(hidden, *args, **kwargs):
+        rows.append(len(hidden))
+        return function(hidden, *args, **kwargs)
+
+    monkeypatch.setattr(module, name, wrapper)
+    return rows
+
+
+def generate(llm, kinds, max_tokens=None):
+    params = [
+        SamplingParams(max_tokens=max_tokens or NUM_TOKENS, seed=i, **kinds[i % len(kinds)])
+        for i in range(len(PROMPTS))
+    ]
+    return [o.outputs[0].token_ids for o in llm.generate(PROMPTS, params)]
+
+
+def make(target, draft, **arguments):
+    arguments = {"max_model_len": 128, "enable_prefix_caching": False} | arguments
+    return engine.make_llm(target, draft, **arguments)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("strict", [False, True])
+def test_tokens_are_those_of_the_logits(name, strict, target, draft, answers, monkeypatch):
+    llm = make(target, draft, strict=strict)
+    expected = generate(llm, CASES[name])
+    sampled = counted(monkeypatch, step_module, "lm_head_sample")
+    assert generate(llm, CASES[name]) == expected and not sampled
+    llm.core._step.target.rows_sampled_in_head = 128
+    assert generate(llm, CASES[name]) == expected
+    assert sampled or name in ("logprobs", "processed")
+    if name == "greedy":
+        assert expected == answers
+
+
+def test_only_as_many_rows_as_the_head_takes(target, draft, answers, monkeypatch):
+    llm = make(target, draft)
+    sampled = counted(monkeypatch, step_module, "lm_head_sample")
+    limit = engine.longest_block(draft) + 1  # the rows of one request
+    llm.core._step.target.rows_sampled_in_head = limit
+    assert generate(llm, [GREEDY]) == answers
+    assert {limit} <= set(sampled) and max(sampled) <= limit
+
+
+@pytest.mark.parametrize("method", ["standard", "block"])
+def test_sampled_rows_of_other_methods_need_logits(method, target, draft, monkeypatch):
+    llm = make(target, draft, rejection_sample_method=method, draft_sample_method="gumbel")
+    expected = generate(llm, [PLAIN]), generate(llm, [GREEDY])
+    sampled = counted(monkeypatch, step_module, "lm_head_sample")
+    llm.core._step.target.rows_sampled_in_head = 128
+    assert generate(llm, [PLAIN]) == expected[0] and not sampled
+    assert generate(llm, [GREEDY]) == expected[1] and sampled
+
+
+def test_synthetic_acceptance_from_tokens(target, draft, monkeypatch):
+    n = engine.longest_block(draft)
+    llm = make(
+        target,
+        draft,
+        rejection_sample_method="synthetic",
+        synthetic_acceptance_rates=(0.7,) * n,
+    )
+    expected = generate(llm, [GREEDY, PLAIN])
+    sampled = counted(monkeypatch, step_module, "lm_head_sample")
+    llm.core._step.target.rows_sampled_in_head = 128
+    assert generate(llm, [GREEDY, PLAIN]) == expected and sampled
+
+
+@pytest.mark.parametrize("method", ["dflash", "autoregressive"])
+def test_drafts_are_those_of_the_logits(method, target, draft, answers, monkeypatch):
+    arguments = {"draft_method": method} if method == "autoregressive" else {}
+    drafter = target if method == "autoregressive" else draft
+    llm = make(target, drafter, **arguments)
+    recorder = engine.Recorder(llm)
+    assert generate(llm, [GREEDY]) == answers
+    expected = [p.proposed for p in recorder.proposals]
+    recorder.proposals.clear()
+    sampled = counted(monkeypatch, buffers, "lm_head_sample")
+    monkeypatch.setattr(buffers, "lm_head_sample_plan", lambda hidden, weight: (16, 3, 1))
+    assert generate(llm, [GREEDY]) == answers
+    assert [p.proposed for p in recorder.proposals] == expected and sampled
+
+
+def test_recorded_drafts_need_logits(target, draft, monkeypatch):
+    llm = make(target, draft, rejection_sample_method="standard", draft_sample_method="gumbel")
+    expected = generate(llm, [PLAIN])
+    sampled = counted(monkeypatch, buffers, "lm_head_sample")
+    monkeypatch.setattr(buffers, "lm_head_sample_plan", lambda hidden, weight: (16, 3, 1))
+    assert generate(llm, [PLAIN]) == expected and not sampled
