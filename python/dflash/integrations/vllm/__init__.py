@@ -16,11 +16,11 @@ from pathlib import Path
 
 from dflash import _library
 from dflash.integrations.vllm.known import PARTS, Part
-from dflash.integrations.vllm.sources import find_vllm, unknown_functions
+from dflash.integrations.vllm.sources import find_vllm, reason_to_leave
 from dflash.log import log_once
 
 SWITCH = "DFLASH_VLLM"
-LEFT = ("input preparation: vLLM's is one kernel already",)
+LEFT = ("Gumbel sampling of drafts: vLLM accepts them by its own noise and record",)
 
 
 def register() -> None:
@@ -46,9 +46,9 @@ def install(root: Path, version: str, parts: Iterable[Part] = PARTS) -> tuple[li
     """Takes over the parts whose functions are known; names of those, and of the others with the reason."""
     taken, left = [], []
     for part in parts:
-        unknown = unknown_functions(root, version, part)
-        if unknown:
-            left.append(f"{part.name}: not the source we know: {', '.join(unknown)}")
+        reason = reason_to_leave(root, version, part)
+        if reason is not None:
+            left.append(f"{part.name}: {reason}")
             continue
         module, _, function = part.versions[version].install.partition(":")
         try:
