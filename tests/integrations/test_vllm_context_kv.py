@@ -116,6 +116,21 @@ def test_a_cache_that_vllm_binds_anew_is_the_one_written(rows):
     torch.testing.assert_close([layer.kv_cache for layer in old], first)
 
 
+def test_a_larger_cache_at_the_old_address_is_seen(rows):
+    """A profile's small caches are freed, and the real ones may start where they did."""
+    states, positions, slots = rows
+    model, store = Model(), fused()
+    backing = [layer.kv_cache for layer in model._attn_layers]
+    for layer, whole in zip(model._attn_layers, backing, strict=True):
+        layer.kv_cache = whole[:3]
+    store(model, states, positions, slots[0].clamp(max=47))
+    for layer, whole in zip(model._attn_layers, backing, strict=True):
+        layer.kv_cache = whole.zero_()
+    store(model, states, positions, slots[1])  # slots past the small cache
+    expected = expected_caches(model, states, positions, [slots[1]] * LAYERS)
+    torch.testing.assert_close(model.caches, expected, rtol=1e-4, atol=1e-4)
+
+
 class OwnProjection(Model):
     def _project_context_kv(self):
         raise AssertionError
