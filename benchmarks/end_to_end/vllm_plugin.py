@@ -24,7 +24,6 @@ import torch
 from benchmarks import report
 from benchmarks.end_to_end.vs_vllm import dummy_configs, prompts
 
-from dflash.checkpoints.demo import demo_draft, demo_target
 from dflash.integrations.vllm import SWITCH, install
 from dflash.integrations.vllm.sources import find_vllm
 
@@ -162,21 +161,28 @@ def generate(engine: Any, token_ids: list[list[int]], max_tokens: int, drafts: l
     return Run(seconds, [list(output.outputs[0].token_ids) for output in outputs], list(drafts))
 
 
-def demo_prompts() -> list[list[int]]:
+def demo_pair() -> list[Path]:
+    from dflash.checkpoints.demo import demo_draft, demo_target
+
+    return [demo_target(), demo_draft()]
+
+
+def demo_prompts(target: Path) -> list[list[int]]:
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(demo_target() / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
     text = "<|im_start|>user\nWrite a Python function that {}.<|im_end|>\n<|im_start|>assistant\n"
     return [tokenizer.encode(text.format(topic), add_special_tokens=False).ids for topic in TOPICS]
 
 
 def measure_demo(side: str, drafts: list[Draft], args: argparse.Namespace) -> dict[str, Run]:
     """Prompts one at a time, and all at once."""
-    token_ids = demo_prompts()
-    speculative = {"model": str(demo_draft()), "num_speculative_tokens": 7}
+    target, draft = args.demo or demo_pair()
+    token_ids = demo_prompts(target)
+    speculative = {"model": str(draft), "num_speculative_tokens": 7}
     sizes = [1, len(TOPICS)]
     # No compiler here: what is compared is tokens.
-    engine = make_engine(side, demo_target(), speculative, sizes, compilation={"mode": 0})
+    engine = make_engine(side, target, speculative, sizes, compilation={"mode": 0})
     runs = [generate(engine, [ids], args.demo_tokens, drafts) for ids in token_ids]
     alone = Run(
         sum(run.seconds for run in runs),
@@ -277,6 +283,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", nargs="+", choices=PAIRS, default=list(PAIRS))
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8, 16, 32])
+    parser.add_argument("--demo", type=Path, nargs=2, metavar=("TARGET", "DRAFT"), help="folders")
     parser.add_argument("--demo-tokens", type=int, default=128)
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--out", default=None)

@@ -3,7 +3,8 @@
 
 vLLM calls `register` in every process. A part is taken over only where each function it replaces or relies on has the
 source that we know (known.py); what was taken over and what was left is said once. Draft attention is an attention
-backend: it serves where speculative_config names it, {"attention_backend": "CUSTOM"}.
+backend: it serves where speculative_config names it, {"attention_backend": "CUSTOM"}. Input preparation and sampling
+are those of the second model runner (VLLM_USE_V2_MODEL_RUNNER), context K/V and attention serve both.
 """
 
 from __future__ import annotations
