@@ -96,12 +96,18 @@ def test_the_padding_ends_where_vllms_token_buffers_do():
     batch = SimpleNamespace(
         num_reqs=1, num_tokens=1, positions=torch.tensor([3]), query_start_loc=int32([0, 1]), idx_mapping=int32([0]),
     )  # fmt: skip
-    inputs.with_build_query(lambda *args: None)(
+    args = (
         *out, batch, int32([1]), int32([0]), torch.ones(100, 1).long(), int32([0] * 100),
         int32([[1, 2, 3]] * 100), BLOCK, MASK, 16, 15, 100, MAX_TOKENS, MAX_LEN,
     )  # fmt: skip
+    seen = []
+    prepare = inputs.with_build_query(lambda *args: seen.append(args))
+    prepare(*args)
     assert out[0].positions.tolist() == [*range(4, 20), *[0] * 48]
-    assert out[0].seq_lens.tolist() == [20, 0, 0, 0]
+    assert out[0].seq_lens.tolist() == [20, 0, 0, 0] and not seen
+    batch.num_reqs = 5  # a dummy run of vLLM's with more
+    prepare(*args)
+    assert seen == [args]
 
 
 def test_vllms_function_is_replaced_once(monkeypatch):

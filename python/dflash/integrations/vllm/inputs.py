@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,60 +25,72 @@ def install() -> None:
         speculator.prepare_dflash_inputs = with_build_query(original)
 
 
+class Arguments(NamedTuple):
+    """Of vLLM's `prepare_dflash_inputs`, in its order and by its names. Buffers are those of the largest batch."""
+
+    input_buffers: Any  # input_ids int32, positions int64, query_start_loc int32, seq_lens int32
+    query_slot_mapping: torch.Tensor  # int64, as the next four
+    context_positions: torch.Tensor
+    context_slot_mapping: torch.Tensor
+    sample_indices: torch.Tensor
+    sample_pos: torch.Tensor
+    sample_idx_mapping: torch.Tensor  # int32
+    input_batch: Any  # of the target: its views may be longer than the batch
+    num_sampled: torch.Tensor
+    num_rejected: torch.Tensor
+    last_sampled: torch.Tensor  # [max_num_reqs, 1] int64
+    next_prefill_tokens: torch.Tensor  # [max_num_reqs] int32
+    block_table: torch.Tensor  # [max_num_reqs, columns]
+    block_size: int
+    parallel_drafting_token_id: int
+    num_query_per_req: int
+    num_speculative_steps: int
+    max_num_reqs: int
+    max_num_tokens: int
+    max_model_len: int
+    sample_from_anchor: bool = False
+
+
 def with_build_query(original: Callable[..., None]) -> Callable[..., None]:
-    """vLLM's `prepare_dflash_inputs`."""
+    """vLLM's function; a dummy batch that its buffers have no room for stays with the original."""
 
     @functools.wraps(original)
-    def prepare_dflash_inputs(
-        input_buffers: Any,
-        query_slot_mapping: torch.Tensor,
-        context_positions: torch.Tensor,
-        context_slot_mapping: torch.Tensor,
-        sample_indices: torch.Tensor,
-        sample_pos: torch.Tensor,
-        sample_idx_mapping: torch.Tensor,
-        input_batch: Any,
-        num_sampled: torch.Tensor,
-        num_rejected: torch.Tensor,
-        last_sampled: torch.Tensor,
-        next_prefill_tokens: torch.Tensor,
-        block_table: torch.Tensor,
-        block_size: int,
-        parallel_drafting_token_id: int,
-        num_query_per_req: int,
-        num_speculative_steps: int,
-        max_num_reqs: int,
-        max_num_tokens: int,
-        max_model_len: int,
-        sample_from_anchor: bool = False,
-    ) -> None:
-        reqs, rows = input_batch.num_reqs, input_batch.num_tokens
-        room = min(max_num_reqs, max_num_tokens // num_query_per_req)
-        queries, samples = room * num_query_per_req, room * num_speculative_steps
-        build_query(
-            input_batch.positions[:rows],
-            input_batch.query_start_loc[: reqs + 1],
-            num_sampled[:reqs],
-            num_rejected[:reqs],
-            last_sampled.view(-1),
-            next_prefill_tokens,
-            input_batch.idx_mapping[:reqs],
-            [block_table[:reqs]],
-            [block_size],
-            num_speculative_steps,
-            parallel_drafting_token_id,
-            max_model_len,
-            sample_from_anchor,
-            context_positions[:rows],
-            [context_slot_mapping[:rows]],
-            input_buffers.input_ids[:queries],
-            input_buffers.positions[:queries],
-            [query_slot_mapping[:queries]],
-            input_buffers.seq_lens[:room],
-            input_buffers.query_start_loc[: room + 1],
-            sample_indices[:samples],
-            sample_pos[:samples],
-            sample_idx_mapping[:samples],
-        )
+    def prepare_dflash_inputs(*args: Any, **kwargs: Any) -> None:
+        a = Arguments(*args, **kwargs)
+        room = min(a.max_num_reqs, a.max_num_tokens // a.num_query_per_req)
+        if a.input_batch.num_reqs > room:
+            return original(*args, **kwargs)
+        _build(a, room)
 
     return prepare_dflash_inputs
+
+
+def _build(a: Arguments, room: int) -> None:
+    """The batch's rows, and padding up to `room` requests."""
+    reqs, rows = a.input_batch.num_reqs, a.input_batch.num_tokens
+    queries, samples = room * a.num_query_per_req, room * a.num_speculative_steps
+    build_query(
+        a.input_batch.positions[:rows],
+        a.input_batch.query_start_loc[: reqs + 1],
+        a.num_sampled[:reqs],
+        a.num_rejected[:reqs],
+        a.last_sampled.view(-1),
+        a.next_prefill_tokens,
+        a.input_batch.idx_mapping[:reqs],
+        [a.block_table[:reqs]],
+        [a.block_size],
+        a.num_speculative_steps,
+        a.parallel_drafting_token_id,
+        a.max_model_len,
+        a.sample_from_anchor,
+        a.context_positions[:rows],
+        [a.context_slot_mapping[:rows]],
+        a.input_buffers.input_ids[:queries],
+        a.input_buffers.positions[:queries],
+        [a.query_slot_mapping[:queries]],
+        a.input_buffers.seq_lens[:room],
+        a.input_buffers.query_start_loc[: room + 1],
+        a.sample_indices[:samples],
+        a.sample_pos[:samples],
+        a.sample_idx_mapping[:samples],
+    )
