@@ -11,6 +11,7 @@ import torch
 
 from dflash.integrations.vllm import inputs
 from dflash.ops.build_query import build_query_reference
+from tests.ops.support import DEVICES
 
 MAX_REQS, MAX_TOKENS, MAX_LEN, MASK, BLOCK, UNTOUCHED = 4, 64, 40, 123, 16, -7
 SPECULATOR = "vllm.v1.worker.gpu.spec_decode.dflash.speculator"
@@ -20,12 +21,12 @@ def int32(values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-def buffer(size, dtype=torch.int64):
-    return torch.full((size,), UNTOUCHED, dtype=dtype)
-
-
-def outputs(num_samples):
+def outputs(num_samples, device="cpu"):
     """vLLM's buffers, in the order of its arguments: sizes of the largest batch, ids in int32."""
+
+    def buffer(size, dtype=torch.int64):
+        return torch.full((size,), UNTOUCHED, dtype=dtype, device=device)
+
     buffers = SimpleNamespace(
         input_ids=buffer(MAX_TOKENS, torch.int32),
         positions=buffer(MAX_TOKENS),
@@ -40,8 +41,9 @@ def outputs(num_samples):
     )
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("anchor", [False, True])
-def test_vllms_buffers_are_filled_and_padded_for_its_graphs(anchor):
+def test_vllms_buffers_are_filled_and_padded_for_its_graphs(anchor, device):
     """A decoding request with two rejected rows, a chunk of a prompt, and two requests of padding."""
     num_query, num_draft = 3, 3 if anchor else 2
     # The target's graph had room for three requests and 12 rows: vLLM's views show the padding.
@@ -56,11 +58,15 @@ def test_vllms_buffers_are_filled_and_padded_for_its_graphs(anchor):
     table[:2] = int32([[5, 6, 0], [7, 0, 0]])
     sampled, rejected = int32([2, 0]), int32([2, 0])
     last, following = torch.tensor([[1], [1], [99], [1]]), int32([55, 0, 0, 0])
-    out = outputs(MAX_REQS * num_draft)
+    out = outputs(MAX_REQS * num_draft, device)
+    moved = {
+        name: value.to(device) for name, value in vars(batch).items() if torch.is_tensor(value)
+    }
+    on_device = SimpleNamespace(**(vars(batch) | moved))
+    tensors = (x.to(device) for x in (sampled, rejected, last, following, table))
 
     inputs.with_build_query(lambda *args: None)(
-        *out, batch, sampled, rejected, last, following, table, BLOCK, MASK, num_query, num_draft,
-        MAX_REQS, MAX_TOKENS, MAX_LEN, anchor,
+        *out, on_device, *tensors, BLOCK, MASK, num_query, num_draft, MAX_REQS, MAX_TOKENS, MAX_LEN, anchor,
     )  # fmt: skip
 
     expected = build_query_reference(
@@ -84,7 +90,7 @@ def test_vllms_buffers_are_filled_and_padded_for_its_graphs(anchor):
         (samples[1], expected.sample_positions),
         (samples[2], expected.sample_idx_mapping),
     ):
-        assert torch.equal(mine, theirs)
+        assert torch.equal(mine.cpu(), theirs)
     assert buffers.seq_lens[2:].tolist() == [0, 0] and samples[2][2 * num_draft :].max() == -1
     for untouched in (buffers.input_ids[rows:], query_slots[rows:], context_slots[7:]):
         assert (untouched == UNTOUCHED).all()

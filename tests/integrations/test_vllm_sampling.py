@@ -163,3 +163,28 @@ def test_other_ways_to_sample_stay_vllms():
     assert NEW(estimating, hidden, 1, 2, 3, 4, 5, None) == "vLLM's"
     assert NEW(Speculator(), hidden, 1, 2, 3, 4, 5, record) == "vLLM's"
     assert NEW(Speculator(), hidden, draft_logits=record) == "vLLM's"
+
+
+@pytest.mark.gpu
+def test_a_captured_step_samples_what_a_replay_finds():
+    """In 16 bits, with a vocabulary that Hopper samples in the head's GEMM."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    model = Model(org_vocab_size=20000)
+    model.lm_head.weight = normal(20032, 64)
+    model.lm_head.weight[20000:] *= 100
+    model.compute_logits = lambda hidden: hidden @ model.lm_head.weight[:20000].T
+    speculator, hidden = Speculator(model), normal(12, 64)
+    OLD(speculator, hidden)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens = OLD(speculator, hidden)
+    for _ in range(3):
+        hidden.copy_(normal(12, 64))
+        graph.replay()
+        logits = hidden.float() @ model.lm_head.weight[:20000].float().T
+        found = logits.gather(1, tokens[:, None]).squeeze(1)
+        torch.testing.assert_close(found, logits.max(-1).values, rtol=1e-2, atol=0)
