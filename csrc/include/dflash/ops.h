@@ -49,7 +49,8 @@ inline void build_verify(const at::Tensor& idx_mapping, const at::Tensor& seq_le
 // Context rows and query block of the drafter, from the verified rows. Row t of request r is valid when it lies
 // before query_start_loc[r + 1] - num_rejected[r]; an invalid row gets position 0 and slot -1. The query block is
 // [bonus, mask x N] right after the last valid position; the bonus is last_sampled where num_sampled > 0, else
-// next_prefill_tokens. With sample_from_anchor the block has N rows and row 0 is sampled too.
+// next_prefill_tokens. With sample_from_anchor the block has N rows and row 0 is sampled too. The outputs may have
+// room for more requests than the batch: those are padded. next_prefill_tokens and query_input_ids: int64 or int32.
 inline void build_query(const at::Tensor& target_positions, const at::Tensor& query_start_loc,
                         const at::Tensor& num_sampled, const at::Tensor& num_rejected,
                         const at::Tensor& last_sampled, const at::Tensor& next_prefill_tokens,
