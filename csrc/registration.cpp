@@ -107,13 +107,14 @@ STABLE_TORCH_LIBRARY(dflash, m) {
   // A draft id outside the vocabulary (-1) ends the block: the next token is drawn as after full acceptance.
   // temperature 0: accept while d == argmax. Else by method: "match" (sample every row, accept while equal),
   // "standard" and "block" (against draft_logits, absent = one-hot), "synthetic" (accept with synthetic_rates[i]).
-  // target_tokens, what each row samples (lm_head_sample), may stand in place of target_logits for temperature 0, "match"
-  // and "synthetic". Commits at most tokens_left and stops after a token of stop_token_ids ([S, K], or [K] for all).
+  // target_tokens, what each row samples (lm_head_sample), may stand in place of target_logits for the methods "match" and
+  // "synthetic"; at temperature 0 every method is "match". Commits at most tokens_left and stops after a token of stop_token_ids ([S, K], or [K] for all).
   // sampled_token_ids is -1 past num_sampled; num_rejected = rows - num_sampled.
   m.def(
       "rejection_sample(Tensor? target_logits, Tensor? target_tokens, Tensor logits_start_loc, "
       "Tensor logits_positions, Tensor idx_mapping, Tensor draft_tokens, Tensor num_draft_tokens, "
-      "Tensor? draft_logits, Tensor temperatures, Tensor seeds, Tensor tokens_left, Tensor? stop_token_ids, str method, int vocab_size, Tensor? synthetic_rates, "
+      "Tensor? draft_logits, Tensor temperatures, Tensor seeds, Tensor tokens_left, Tensor? stop_token_ids, "
+      "str method, int vocab_size, Tensor? synthetic_rates, "
       "Tensor(a!) sampled_token_ids, Tensor(b!) num_sampled, Tensor(c!) num_rejected) -> ()");
 
   // Commit what was sampled to the state: seq_lens += num_sampled, last_sampled, tokens_left -= num_sampled, finished
