@@ -41,13 +41,14 @@ struct Tile {
   static constexpr int kSlotsAt = kStagesAt + kStages * kStageBytes;
   static constexpr int kNumSlots = kStages * kStepKeys;
   static constexpr int kSlotsPerThread = (kNumSlots + kThreads - 1) / kThreads;
-  static constexpr int kSmemBytes = kSlotsAt + kNumSlots * static_cast<int>(sizeof(SlotOffset));
+  static constexpr int kBarrierAt = kSlotsAt + kNumSlots * static_cast<int>(sizeof(SlotOffset));
+  static constexpr int kSmemBytes = kBarrierAt + 16;
   // The results lie over the stages and the slots.
   static constexpr int kAccPitch = D + 8;  // floats; stores without bank conflicts
   static constexpr int kNumStates = kM * kWarpsN;
   static constexpr int kStateAt = kSlotsAt;
   static_assert(kStagesAt + kNumStates * kAccPitch * 4 <= kSlotsAt);
-  static_assert(kStateAt + kNumStates * 8 <= kSmemBytes && kM * kPitch * 2 <= kSlotsAt);
+  static_assert(kStateAt + kNumStates * 8 <= kBarrierAt && kM * kPitch * 2 <= kSlotsAt);
   // fp8 rows arrive behind the first stage, as raw bytes, and are converted into it.
   static_assert(kStages * 2 * kStepKeys * D <= (kStages - 1) * kStageBytes);
   static_assert(!kWgmma || kStepKeys == kWgmmaKeys);
@@ -95,6 +96,14 @@ __device__ __forceinline__ float2* state_of(uint8_t* smem, int i) {
   return reinterpret_cast<float2*>(smem + L::kStateAt) + i;
 }
 
+// Before the cluster meets: the barrier that counts the results of all splits.
+template <typename L, int D>
+__device__ __forceinline__ void expect_results(const Plan& plan, uint32_t barrier) {
+  mbarrier_init(barrier, 1);
+  mbarrier_init_fence();
+  mbarrier_arrive_expect(barrier, (L::kM >> plan.log2_ctas) * plan.num_splits * (4 * D + 8));
+}
+
 // A warp's softmax state and accumulators, each row to the CTA that merges it.
 template <typename L, int D>
 __device__ __forceinline__ void send_results(const Plan& plan, uint8_t* smem, int split,
@@ -108,15 +117,16 @@ __device__ __forceinline__ void send_results(const Plan& plan, uint8_t* smem, in
     float l = rows[half].l;
     l += __shfl_xor_sync(0xffffffffu, l, 1);
     l += __shfl_xor_sync(0xffffffffu, l, 2);
+    const uint32_t barrier = cluster_address(smem_address(smem + L::kBarrierAt), rank);
     if (lane % 4 == 0) {
       const uint32_t state = smem_address(state_of<L>(smem, i));
-      store_cluster_float2(cluster_address(state, rank), rows[half].m, l);
+      store_async(cluster_address(state, rank), barrier, rows[half].m, l);
     }
     const uint32_t to =
         cluster_address(smem_address(accumulators<L>(smem, i) + lane % 4 * 2), rank);
 #pragma unroll
     for (int d = 0; d < D / 8; ++d)
-      store_cluster_float2(to + d * 32, acc[d][2 * half], acc[d][2 * half + 1]);
+      store_async(to + d * 32, barrier, acc[d][2 * half], acc[d][2 * half + 1]);
   }
 }
 

@@ -275,6 +275,8 @@ __global__ void __launch_bounds__(kThreads, ctas_per_sm(kWgmma))
   const Work w = find_work<L>(p, plan, rank);
   if (w.first_row >= w.num_rows) return;
 
+  const uint32_t results = smem_address(smem + L::kBarrierAt);
+  if (threadIdx.x == 0 && plan.num_splits > 1) expect_results<L, D>(plan, results);
   stager.set_work(w);
 #pragma unroll
   for (int j = 0; j < L::kSlotsPerThread; ++j) {
@@ -337,10 +339,12 @@ __global__ void __launch_bounds__(kThreads, ctas_per_sm(kWgmma))
   __syncwarp();
   __syncthreads();
   if (plan.num_splits == 1) return store_results<T, D, L>(p, plan, w, smem, warp_row, rows, acc);
-  if (plan.num_ctas > 1) cluster_sync();  // the stages of all CTAs are free
+  if (plan.num_ctas > 1) {  // until the stages of all CTAs are free
+    cluster_arrive_relaxed();
+    cluster_wait_acquire();
+  }
   send_results<L, D>(plan, smem, rank * L::kWarpsN + warp_n, warp_row, rows, acc);
-  __syncwarp();
-  plan.num_ctas > 1 ? cluster_sync() : __syncthreads();  // all results are there
+  mbarrier_wait(results, 0);
   merge_rows<T, D, L>(p, plan, w, smem, rank);
 }
 

@@ -59,7 +59,7 @@ cudaError_t launch_shape(const Operands& o, int num_splits, const Epilogue& epil
   plan.num_tiles = num_tiles(o.num_outputs, W);
   plan.num_atoms = static_cast<int>((o.size + kAtom - 1) / kAtom);
   plan.num_splits = num_splits;
-  plan.num_stages = (kSmemBytes - L::extra_bytes(num_splits)) / (L::kStageBytes + 16);
+  plan.num_stages = (kSmemBytes - L::smem_bytes(num_splits, 0)) / (L::kStageBytes + 16);
   const int smem_bytes = L::smem_bytes(num_splits, plan.num_stages);
 
   CUtensorMap weight, x;

@@ -48,7 +48,7 @@ struct Layout {
     return (num_splits == 1 ? num_stages * kStageBytes : 0) + group * kEpilogueBytes;
   }
   static constexpr int smem_bytes(int num_splits, int num_stages) {
-    return num_stages * (kStageBytes + 16) + extra_bytes(num_splits);
+    return num_stages * (kStageBytes + 16) + extra_bytes(num_splits) + 16;
   }
 };
 
@@ -79,6 +79,7 @@ struct Work {
 template <class L>
 struct Ring {
   uint32_t stages, full, empty;
+  uint32_t sums;  // counts what the other CTA sends
   int num_stages;
   int stage = 0;
   uint32_t parity = 0;
@@ -87,6 +88,7 @@ struct Ring {
       : stages(smem),
         full(smem + plan.num_stages * L::kStageBytes + L::extra_bytes(plan.num_splits)),
         empty(full + 8 * plan.num_stages),
+        sums(empty + 8 * plan.num_stages),
         num_stages(plan.num_stages) {}
 
   __device__ __forceinline__ uint32_t address() const { return stages + stage * L::kStageBytes; }
@@ -246,17 +248,16 @@ __device__ __forceinline__ void accumulate(float (&acc)[N / 8][4], Ring<L>& ring
 // The rows that the other CTA finishes go into its shared memory, and what it sent is added: a sum
 // of two has one order. kMine is this CTA's half.
 template <class L, int N, int kMine>
-__device__ __forceinline__ void exchange(float (&acc)[N / 8][4], uint32_t received) {
+__device__ __forceinline__ void exchange(float (&acc)[N / 8][4], const Ring<L>& ring) {
   constexpr int kHalf = N / 16;
-  const uint32_t mine = received + threadIdx.x * 16;
+  const uint32_t mine = ring.stages + ring.num_stages * L::kStageBytes + threadIdx.x * 16;
   const uint32_t theirs = cluster_address(mine, 1 - kMine);
+  const uint32_t barrier = cluster_address(ring.sums, 1 - kMine);
   cluster_wait_acquire();  // the other CTA runs
 #pragma unroll
   for (int j = 0; j < kHalf; ++j)
-    store_cluster_float4(theirs + j * (L::kConsumers * 16), acc[(1 - kMine) * kHalf + j]);
-  __syncwarp();
-  cluster_arrive_release();
-  cluster_wait_acquire();
+    store_async(theirs + j * (L::kConsumers * 16), barrier, acc[(1 - kMine) * kHalf + j]);
+  mbarrier_wait(ring.sums, 0);
 #pragma unroll
   for (int j = 0; j < kHalf; ++j) {
     float sent[4];
@@ -274,7 +275,7 @@ __device__ __forceinline__ void exchange(float (&acc)[N / 8][4], uint32_t receiv
 // all W warpgroups before and after a CTA's tiles, with the place of the first warpgroup; those of
 // the others follow it.
 template <typename T, int N, int W, int kAtoms, class Epilogue>
-__global__ void __launch_bounds__(128 * W + 32, N <= 32 ? 2 : 1)
+__global__ void __launch_bounds__(128 * W + 32, N <= 32 && W != 2 ? 2 : 1)
     gemm_kernel(const __grid_constant__ CUtensorMap weight, const __grid_constant__ CUtensorMap x,
                 const Plan plan, const __grid_constant__ Epilogue epilogue) {
   using L = Layout<N, W, kAtoms, Epilogue::kBytes>;
@@ -291,7 +292,9 @@ __global__ void __launch_bounds__(128 * W + 32, N <= 32 ? 2 : 1)
       mbarrier_init(ring.full + 8 * stage, 1);
       mbarrier_init(ring.empty + 8 * stage, 4 * W);
     }
+    mbarrier_init(ring.sums, 1);
     mbarrier_init_fence();
+    mbarrier_arrive_expect(ring.sums, L::kSumBytes);
     producer.start(ring);
   }
   __syncwarp();
@@ -304,10 +307,7 @@ __global__ void __launch_bounds__(128 * W + 32, N <= 32 ? 2 : 1)
       producer.finish(ring);
     }
     __syncwarp();
-    if (!has_pair) return;
-    cluster_wait_acquire();
-    cluster_arrive_relaxed();
-    cluster_wait_acquire();
+    if (has_pair) cluster_wait_acquire();
     return;
   }
 
@@ -324,12 +324,11 @@ __global__ void __launch_bounds__(128 * W + 32, N <= 32 ? 2 : 1)
       continue;
     }
     if constexpr (!Epilogue::kHasState) {
-      const uint32_t received = ring.stages + plan.num_stages * L::kStageBytes;
       if (work.split == 0) {
-        exchange<L, N, 0>(acc, received);
+        exchange<L, N, 0>(acc, ring);
         epilogue.template finish<0, N / 2>(acc, plan.num_rows, column, place);
       } else {
-        exchange<L, N, 1>(acc, received);
+        exchange<L, N, 1>(acc, ring);
         epilogue.template finish<N / 2, N / 2>(acc, plan.num_rows, column, place);
       }
       return;

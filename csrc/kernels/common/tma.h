@@ -73,23 +73,13 @@ __device__ __forceinline__ void tma_load(uint32_t dst, const CUtensorMap& map, u
       : "memory");
 }
 
-__device__ __forceinline__ void cluster_arrive_release() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\n" ::: "memory");
-}
-
-// Orders no memory.
+// Orders no memory: what came before it is done, or fenced.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\n" ::: "memory");
 }
 
 __device__ __forceinline__ void cluster_wait_acquire() {
   asm volatile("barrier.cluster.wait.acquire.aligned;\n" ::: "memory");
-}
-
-// All threads of all CTAs; orders what they wrote before it.
-__device__ __forceinline__ void cluster_sync() {
-  cluster_arrive_release();
-  cluster_wait_acquire();
 }
 
 // The address of the same place in the shared memory of the cluster's CTA `rank`.
@@ -99,15 +89,22 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t address, int rank) 
   return mapped;
 }
 
-__device__ __forceinline__ void store_cluster_float4(uint32_t address, const float (&v)[4]) {
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"r"(address), "f"(v[0]),
-               "f"(v[1]), "f"(v[2]), "f"(v[3])
-               : "memory");
+// Stores to a CTA of the cluster, this one included; `barrier`, of the same CTA, counts their bytes.
+__device__ __forceinline__ void store_async(uint32_t address, uint32_t barrier,
+                                            const float (&v)[4]) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2, %3, %4, %5}, "
+      "[%1];\n" ::"r"(address),
+      "r"(barrier), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
+      : "memory");
 }
 
-__device__ __forceinline__ void store_cluster_float2(uint32_t address, float x, float y) {
-  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};\n" ::"r"(address), "f"(x), "f"(y)
-               : "memory");
+__device__ __forceinline__ void store_async(uint32_t address, uint32_t barrier, float x, float y) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%2, %3}, [%1];\n" ::
+          "r"(address),
+      "r"(barrier), "f"(x), "f"(y)
+      : "memory");
 }
 
 __device__ __forceinline__ void load_shared_float4(float (&v)[4], uint32_t address) {
