@@ -55,7 +55,7 @@ STABLE_TORCH_LIBRARY(dflash, m) {
   // seq_lens[r] - query_len + i. Key k is visible iff k < min(seq_lens[r], max_seq_len), and with causal k <= q, and
   // q - k <= window_left, k - q <= window_right (-1 = no bound). seq_lens[r] = 0 gives zeros. Sinks are one logit a
   // head that joins the softmax and carries no value. num_splits of the keys: 0 = as many as fill the device; 1, 2, 4,
-  // 8, 16 = this many, and then a row's bits depend on its own query and visible keys alone, whatever stands beside it.
+  // 8 = this many, and then a row's bits depend on its own query and visible keys alone, whatever stands beside it.
   m.def(
       "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor seq_lens, "
       "Tensor query_start_loc, int max_query_len, int max_seq_len, float scale, bool causal, int window_left, "

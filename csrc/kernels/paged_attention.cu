@@ -20,6 +20,7 @@ namespace {
 using namespace attention;
 
 constexpr int kMaxCtas = 8;  // of a cluster, on every device
+constexpr int kMaxWarpSplits = 16;
 constexpr int kManyKeys = 16384;
 
 int64_t ceil_div64(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -40,7 +41,7 @@ int choose_num_ctas(const PagedAttentionParams& p) {
       p.num_kv_heads;
   const int64_t slots =
       int64_t{L::kWgmma && p.mask.max_keys >= kManyKeys ? 2 : 1} * device_properties().num_sms;
-  const int most = std::min(kMaxCtas, kMaxSplits / L::kWarpsN);
+  const int most = std::min(kMaxCtas, kMaxWarpSplits / L::kWarpsN);
   int num_ctas = 1;
   while (num_ctas < most && 2 * num_ctas * tiles <= slots &&
          num_ctas * L::kStepKeys < p.mask.max_keys) {
@@ -78,8 +79,6 @@ cudaError_t launch_tiles(const PagedAttentionParams& p, cudaStream_t stream) {
   const Plan plan = make_plan<L>(p);
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, L::kSmemBytes);
-  if (error != cudaSuccess) return error;
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   if (error != cudaSuccess) return error;
 
   cudaLaunchAttribute attributes[2]{{}, overlap_attribute()};

@@ -46,7 +46,7 @@ struct PagedAttentionParams {
 
 namespace attention {
 
-inline constexpr int kMaxSplits = 16;  // splits are powers of two
+inline constexpr int kMaxSplits = 8;  // splits are powers of two
 
 inline bool splits_are_valid(int64_t num_splits) {
   return num_splits >= 0 && num_splits <= kMaxSplits && (num_splits & (num_splits - 1)) == 0;

@@ -84,7 +84,7 @@ void paged_attention(const Tensor& query, const Tensor& key_cache, const Tensor&
   STD_TORCH_CHECK(num_reqs <= 65535, "seq_lens: at most 65535 requests, got ", num_reqs);
   STD_TORCH_CHECK(key_cache.size(1) > 0, "key_cache: kv_block_size must be at least 1");
   STD_TORCH_CHECK(attention::splits_are_valid(num_splits),
-                  "num_splits: expected 0, 1, 2, 4, 8 or 16, got ", num_splits);
+                  "num_splits: expected 0, 1, 2, 4 or 8, got ", num_splits);
   if (num_rows == 0 || num_reqs == 0 || num_heads == 0 || max_query_len <= 0) return;
 
   PagedAttentionParams params{};

@@ -331,7 +331,7 @@ def row_alone(batch, r, row):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_splits", [1, 4, 16])
+@pytest.mark.parametrize("num_splits", [1, 4, 8])
 @pytest.mark.parametrize("window_left", [-1, 70])
 def test_paged_attention_rows_do_not_depend_on_the_batch(device, dtype, num_splits, window_left):
     lens = [(16, 700), (1, 333), (45, 45), (8, 72)]
@@ -347,7 +347,7 @@ def test_paged_attention_rows_do_not_depend_on_the_batch(device, dtype, num_spli
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("num_splits", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("num_splits", [1, 2, 4, 8])
 def test_paged_attention_any_number_of_splits(device, num_splits):
     for lens in ([(3, 700), (1, 31), (4, 0)], [(40, 40), (17, 1000)]):
         for kv_dtype in (torch.bfloat16, torch.float8_e4m3fn):
@@ -358,7 +358,7 @@ def test_paged_attention_any_number_of_splits(device, num_splits):
 def test_paged_attention_refuses_bad_input():
     batch = make_batch([(2, 300)])
     for num_splits in (-1, 3, 32):
-        with pytest.raises(RuntimeError, match=f"num_splits: expected .* 16, got {num_splits}"):
+        with pytest.raises(RuntimeError, match=f"num_splits: expected .* or 8, got {num_splits}"):
             batch.run(num_splits=num_splits)
     with pytest.raises(
         RuntimeError, match=r"output: expected shape \[2, 4, 64\], got \[2, 4, 32\]"

@@ -113,7 +113,7 @@ inline void qk_norm_rope_store(const at::Tensor& qkv,
 // seq_lens[r] - query_len + i. Key k is visible iff k < min(seq_lens[r], max_seq_len), and with causal k <= q, and
 // q - k <= window_left, k - q <= window_right (-1 = no bound). seq_lens[r] = 0 gives zeros. Sinks are one logit a
 // head that joins the softmax and carries no value. num_splits of the keys: 0 = as many as fill the device; 1, 2, 4,
-// 8, 16 = this many, and then a row's bits depend on its own query and visible keys alone, whatever stands beside it.
+// 8 = this many, and then a row's bits depend on its own query and visible keys alone, whatever stands beside it.
 inline void paged_attention(const at::Tensor& query, const at::Tensor& key_cache,
                             const at::Tensor& value_cache, const at::Tensor& block_table,
                             const at::Tensor& seq_lens, const at::Tensor& query_start_loc,

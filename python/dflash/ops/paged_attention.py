@@ -51,8 +51,8 @@ def paged_attention(
         sinks: [Hq] float32, one logit a head that joins the softmax and carries no value.
         k_scale: [1] float32, what a stored K is multiplied by; 1 when absent.
         v_scale: [1] float32, the same for V.
-        num_splits: pieces that a row's keys are dealt to. 0 = as many as fill the device. 1, 2, 4, 8
-            or 16 = this many: the bits of a row then depend on its own query and visible keys alone,
+        num_splits: pieces that a row's keys are dealt to. 0 = as many as fill the device. 1, 2, 4
+            or 8 = this many: the bits of a row then depend on its own query and visible keys alone,
             neither on later rows of its request nor on the batch. On a CPU all of these do so.
         output: [T, Hq, D], the query's dtype; allocated when absent.
 
