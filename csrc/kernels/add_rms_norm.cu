@@ -19,19 +19,18 @@ __device__ __forceinline__ T* row_of(void* base, int64_t r, int64_t stride) {
   return base == nullptr ? nullptr : static_cast<T*>(base) + r * stride;
 }
 
-// Adds x, stores the residual and the tap; gives back what the residual now holds.
 template <typename T, int kN>
-__device__ __forceinline__ Vec<T, kN> add_and_store(const T* x, T* residual, T* tap,
-                                                    int64_t column) {
-  Vec<T, kN> h = load_vec<kN>(residual + column);
-  if (x != nullptr) {
-    const Vec<T, kN> added = load_vec<kN>(x + column);
+__device__ __forceinline__ void add(const Vec<T, kN>& x, Vec<T, kN>& residual) {
 #pragma unroll
-    for (int i = 0; i < kN; ++i) h.x[i] = from_float<T>(to_float(h.x[i]) + to_float(added.x[i]));
-    store_vec<kN>(residual + column, h);
-  }
+  for (int i = 0; i < kN; ++i)
+    residual.x[i] = from_float<T>(to_float(residual.x[i]) + to_float(x.x[i]));
+}
+
+template <typename T, int kN>
+__device__ __forceinline__ void store_sum(const Vec<T, kN>& h, bool is_new, T* residual, T* tap,
+                                          int column) {
+  if (is_new) store_vec<kN>(residual + column, h);
   if (tap != nullptr) store_vec<kN>(tap + column, h);
-  return h;
 }
 
 template <typename T, int kN>
@@ -44,7 +43,7 @@ __device__ __forceinline__ float sum_of_squares(const Vec<T, kN>& h) {
 
 template <typename T, int kN>
 __device__ __forceinline__ void norm_and_store(const Vec<T, kN>& h, float scale,
-                                               const Vec<T, kN>& w, T* output, int64_t column) {
+                                               const Vec<T, kN>& w, T* output, int column) {
   Vec<T, kN> out;
 #pragma unroll
   for (int i = 0; i < kN; ++i)
@@ -61,36 +60,47 @@ __global__ void __launch_bounds__(kMaxThreads) add_rms_norm_kernel(const AddRmsN
   T* tap = row_of<T>(p.tap, r, p.tap_stride);
   T* output = row_of<T>(p.output, r, p.output_stride);
   const T* weight = static_cast<const T*>(p.weight);
-  const int64_t first = static_cast<int64_t>(threadIdx.x) * kN;
-  const int64_t step = static_cast<int64_t>(blockDim.x) * kN;
+  const int size = static_cast<int>(p.size);
+  const int first = static_cast<int>(threadIdx.x) * kN;
+  const int step = static_cast<int>(blockDim.x) * kN;
 
-  Vec<T, kN> kept[kItems], weights[kItems];
+  Vec<T, kN> kept[kItems], weights[kItems], added[kItems];
 #pragma unroll
   for (int item = 0; item < kItems; ++item) {
-    if (first + item * step < p.size) weights[item] = load_vec<kN>(weight + first + item * step);
+    if (first + item * step < size) weights[item] = load_vec<kN>(weight + first + item * step);
   }
   wait_for_predecessor();
   let_successor_start();
+#pragma unroll
+  for (int item = 0; item < kItems; ++item) {
+    const int column = first + item * step;
+    if (column < size) kept[item] = load_vec<kN>(static_cast<const T*>(residual) + column);
+    if (column < size && x != nullptr) added[item] = load_vec<kN>(x + column);
+  }
   float sum = 0.0f;
 #pragma unroll
   for (int item = 0; item < kItems; ++item) {
-    const int64_t column = first + item * step;
-    if (column >= p.size) break;
-    kept[item] = add_and_store<T, kN>(x, residual, tap, column);
+    const int column = first + item * step;
+    if (column >= size) break;
+    if (x != nullptr) add(added[item], kept[item]);
+    store_sum(kept[item], x != nullptr, residual, tap, column);
     sum += sum_of_squares(kept[item]);
   }
-  for (int64_t column = first + kItems * step; column < p.size; column += step) {
-    sum += sum_of_squares(add_and_store<T, kN>(x, residual, tap, column));
+  for (int column = first + kItems * step; column < size; column += step) {
+    Vec<T, kN> h = load_vec<kN>(static_cast<const T*>(residual) + column);
+    if (x != nullptr) add(load_vec<kN>(x + column), h);
+    store_sum(h, x != nullptr, residual, tap, column);
+    sum += sum_of_squares(h);
   }
 
-  const float scale = 1.0f / sqrtf(block_sum(sum, partials) / static_cast<float>(p.size) + p.eps);
+  const float scale = 1.0f / sqrtf(block_sum(sum, partials) / static_cast<float>(size) + p.eps);
 #pragma unroll
   for (int item = 0; item < kItems; ++item) {
-    const int64_t column = first + item * step;
-    if (column >= p.size) break;
+    const int column = first + item * step;
+    if (column >= size) break;
     norm_and_store(kept[item], scale, weights[item], output, column);
   }
-  for (int64_t column = first + kItems * step; column < p.size; column += step) {
+  for (int column = first + kItems * step; column < size; column += step) {
     norm_and_store(load_vec<kN>(static_cast<const T*>(residual) + column), scale,
                    load_vec<kN>(weight + column), output, column);
   }
@@ -114,7 +124,7 @@ cudaError_t launch(const AddRmsNormParams& p, cudaStream_t stream) {
                             rows_are_vectorizable<T>(p.weight, 0, p.size);
   // NOTE: the number of rows must not choose: a row's bits would depend on the rows beside it.
   if (!vectorizable) return launch_with<T, 1, 4>(p, stream);
-  return launch_with<T, kVec<T>, 1>(p, stream);
+  return launch_with<T, kVec<T>, 2>(p, stream);
 }
 
 }  // namespace

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Per-head RMSNorm of q and k, RoPE, q to query, K and V to the paged cache. A group of 8, 16 or 32
-// lanes owns one head of one row; neighbouring groups own neighbouring heads, so that a CTA reads
-// qkv in one run. Bytes moved: 2 * num_rows * (num_heads + 2 * num_kv_heads) * head_dim *
-// sizeof(T), 16 a lane where all is aligned.
+// lanes owns some heads of one row, of which the next is read while one is normed; neighbouring
+// groups own neighbouring heads, so that a CTA reads qkv in runs. Bytes moved: 2 * num_rows *
+// (num_heads + 2 * num_kv_heads) * head_dim * sizeof(T), 16 a lane where all is aligned.
 #include "qk_norm_rope_store.h"
 
+#include "common/device.h"
 #include "common/head.h"
 #include "common/overlap.h"
 
@@ -13,52 +14,84 @@ namespace {
 
 constexpr int kThreads = 128;
 
+__device__ __forceinline__ float scale_of(const float* scale) {
+  return scale == nullptr ? 1.0f : *scale;
+}
+
+template <typename T>
+__device__ __forceinline__ Head<T> head_of(const QkNormRopeStoreParams& p, int64_t row, int head) {
+  const void* weight = head < p.num_heads                     ? p.q_norm_weight
+                       : head < p.num_heads + p.num_kv_heads ? p.k_norm_weight
+                                                             : nullptr;
+  const T* x = static_cast<const T*>(p.qkv) + row * p.qkv_stride + head * p.head_dim;
+  return {x, nullptr, static_cast<const T*>(weight), p.head_dim, p.eps};
+}
+
 template <typename T, typename Cache, int kN, int kLanes>
 __global__ void __launch_bounds__(kThreads)
-    qk_norm_rope_store_kernel(const __grid_constant__ QkNormRopeStoreParams p) {
+    qk_norm_rope_store_kernel(const __grid_constant__ QkNormRopeStoreParams p,
+                              unsigned groups_per_row) {
   extern __shared__ float4 shared[];
   wait_for_predecessor();
   let_successor_start();
-  constexpr int kGroups = kThreads / kLanes;
-  const int group = threadIdx.x / kLanes;
-  const int heads_per_row = p.num_heads + 2 * p.num_kv_heads;
-  const int64_t item = static_cast<int64_t>(blockIdx.x) * kGroups + group;
-  const int64_t row = item / heads_per_row;
+  constexpr unsigned kGroups = kThreads / kLanes;
+  const unsigned item = blockIdx.x * kGroups + threadIdx.x / kLanes;
+  const int64_t row = item / groups_per_row;
   if (row >= p.num_rows) return;
-  const int head = static_cast<int>(item - row * heads_per_row);
-  float* scratch = reinterpret_cast<float*>(shared) + group * p.head_dim;
+  float* scratch = reinterpret_cast<float*>(shared) + threadIdx.x / kLanes * p.head_dim;
+  const int heads_per_row = p.num_heads + 2 * p.num_kv_heads;
 
-  const T* x = static_cast<const T*>(p.qkv) + row * p.qkv_stride + head * p.head_dim;
-  const int64_t position = p.positions[row], slot = p.slot_mapping[row];
-  if (head < p.num_heads) {
-    const Head<T> q{x, nullptr, static_cast<const T*>(p.q_norm_weight), p.head_dim, p.eps};
-    T* out = static_cast<T*>(p.query) + row * p.query_row_stride + head * p.query_head_stride;
-    norm_rope_store<kN, kLanes>(q, p.rope, position, 1.0f, scratch, out);
-    return;
+  int head = static_cast<int>(item % groups_per_row);
+  Vec<T, kN> x = load_first<kN, kLanes>(head_of<T>(p, row, head));
+  const int64_t slot = p.slot_mapping[row];
+  const float* cos_sin = p.rope.cos_sin + p.positions[row] * p.rope.stride;
+  const int first = threadIdx.x % kLanes * kN;
+  const Angles<kN> angles = load_angles<kN>(p.rope, cos_sin, first);
+  const auto angles_of = [&](int i) {
+    return i == first ? angles : load_angles<kN>(p.rope, cos_sin, i);
+  };
+  while (head < heads_per_row) {
+    const Head<T> h = head_of<T>(p, row, head);
+    const int next = head + static_cast<int>(groups_per_row);
+    Vec<T, kN> next_x;
+    if (next < heads_per_row) next_x = load_first<kN, kLanes>(head_of<T>(p, row, next));
+    const int kv_head = head - p.num_heads, value_head = kv_head - p.num_kv_heads;
+    if (value_head < 0) {
+      T* query = static_cast<T*>(p.query) + row * p.query_row_stride + head * p.query_head_stride;
+      norm_rope<kN, kLanes>(h, x, p.rope, scratch, angles_of, [&](int i, const float* y) {
+        if (kv_head < 0) return store_head<kN>(y, 1.0f, query + i);
+        if (slot < 0) return;
+        Cache* key = cache_head<Cache>(p.key_cache, p.kv_block_size, slot, kv_head);
+        store_head<kN>(y, scale_of(p.k_scale), key + i);
+      });
+    } else if (slot >= 0) {
+      Cache* value = cache_head<Cache>(p.value_cache, p.kv_block_size, slot, value_head);
+      scale_store<kN, kLanes>(h, x, p.value_scale, scale_of(p.v_scale), value);
+    }
+    __syncwarp(lane_group_mask<kLanes>());  // scratch is read
+    x = next_x;
+    head = next;
   }
-  const int kv_head = head - p.num_heads;
-  if (kv_head < p.num_kv_heads) {
-    const Head<T> k{x, nullptr, static_cast<const T*>(p.k_norm_weight), p.head_dim, p.eps};
-    Cache* out =
-        slot < 0 ? nullptr : cache_head<Cache>(p.key_cache, p.kv_block_size, slot, kv_head);
-    const float scale = p.k_scale == nullptr ? 1.0f : *p.k_scale;
-    norm_rope_store<kN, kLanes>(k, p.rope, position, scale, scratch, out);
-    return;
-  }
-  if (slot < 0) return;
-  const Head<T> v{x, nullptr, nullptr, p.head_dim, p.eps};
-  Cache* out = cache_head<Cache>(p.value_cache, p.kv_block_size, slot, kv_head - p.num_kv_heads);
-  scale_store<kN, kLanes>(v, p.value_scale, p.v_scale == nullptr ? 1.0f : *p.v_scale, out);
 }
+
+// With many rows a group takes several heads: their row is looked up once, and all CTAs run at once.
+constexpr int64_t kMaxHeads = 6;
+constexpr int64_t kCtasPerSm = 6;
 
 template <typename T, typename Cache, int kN, int kLanes>
 cudaError_t launch_with(const QkNormRopeStoreParams& p, cudaStream_t stream) {
   constexpr int kGroups = kThreads / kLanes;
-  const int64_t items = p.num_rows * (p.num_heads + 2 * p.num_kv_heads);
+  const int64_t heads_per_row = p.num_heads + 2 * p.num_kv_heads;
+  const int64_t slots = kCtasPerSm * kGroups * device_properties().num_sms;
+  const int64_t wanted = (p.num_rows * heads_per_row + slots - 1) / slots;
+  const int64_t heads = wanted < kMaxHeads ? wanted : kMaxHeads;
+  const int64_t groups_per_row = (heads_per_row + heads - 1) / heads;
+  const int64_t items = p.num_rows * groups_per_row;
+  if (items > INT32_MAX) return cudaErrorInvalidConfiguration;
   const unsigned grid = static_cast<unsigned>((items + kGroups - 1) / kGroups);
   const size_t shared_bytes = sizeof(float) * kGroups * p.head_dim;
   return launch_overlapped(qk_norm_rope_store_kernel<T, Cache, kN, kLanes>, grid, kThreads,
-                           shared_bytes, stream, p);
+                           shared_bytes, stream, p, static_cast<unsigned>(groups_per_row));
 }
 
 template <typename T, typename Cache>

@@ -69,14 +69,14 @@ __device__ __forceinline__ void record(const SampleDraftParams& p, const DraftRo
   }
 }
 
-__global__ void __launch_bounds__(kShardThreads)
+__global__ void __launch_bounds__(kShardThreads, 5)
     scan_kernel(const SampleDraftParams p, unsigned shards, uint64_t* keys) {
   const int64_t row = blockIdx.x / shards;
   const int64_t shard = blockIdx.x % shards;
+  const LogitsRow logits{element(p.logits, p.dtype, row * p.logits_stride), p.dtype, p.logit_scale};
+  Quads q = load_quads(logits, p.vocab_size, shard);  // on their way while the row is looked up
   const DraftRow r = draft_row(p, row);
   if (r.state < 0) return;
-  const LogitsRow logits{element(p.logits, p.dtype, row * p.logits_stride), p.dtype, p.logit_scale};
-  Quads q = load_quads(logits, p.vocab_size, shard);
   if (p.draft_logits != nullptr) {
     DFLASH_DISPATCH_FLOATING(p.draft_logits_dtype, record<scalar_t>(p, r, shard, q));
   }

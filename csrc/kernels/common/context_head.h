@@ -24,7 +24,8 @@ __device__ __forceinline__ void store_context_head(const PrecomputeContextKvPara
              nullptr, p.head_dim, p.eps};
   if (!is_key) {
     Cache* out = cache_head<Cache>(layer.value_cache, layer.kv_block_size, slot, head);
-    scale_store<kN, kLanes>(kv, p.value_scale, p.v_scales == nullptr ? 1.0f : p.v_scales[l], out);
+    scale_store<kN, kLanes>(kv, load_first<kN, kLanes>(kv), p.value_scale,
+                            p.v_scales == nullptr ? 1.0f : p.v_scales[l], out);
     return;
   }
   if (p.k_norm_weight != nullptr) {
@@ -32,7 +33,11 @@ __device__ __forceinline__ void store_context_head(const PrecomputeContextKvPara
   }
   const float scale = p.k_scales == nullptr ? 1.0f : p.k_scales[l];
   Cache* out = cache_head<Cache>(layer.key_cache, layer.kv_block_size, slot, head);
-  norm_rope_store<kN, kLanes>(kv, p.rope, position, scale, scratch, out);
+  const float* cos_sin = p.rope.cos_sin + position * p.rope.stride;
+  norm_rope<kN, kLanes>(
+      kv, load_first<kN, kLanes>(kv), p.rope, scratch,
+      [&](int i) { return load_angles<kN>(p.rope, cos_sin, i); },
+      [&](int i, const float* y) { store_head<kN>(y, scale, out + i); });
 }
 
 // Whether heads can be moved in 16-byte steps.

@@ -27,9 +27,9 @@ inline cudaLaunchAttribute overlap_attribute() {
 }
 
 // The kernel calls wait_for_predecessor.
-template <typename Params>
-cudaError_t launch_overlapped(void (*kernel)(Params), dim3 grid, unsigned threads,
-                              size_t smem_bytes, cudaStream_t stream, const Params& params) {
+template <typename... Params>
+cudaError_t launch_overlapped(void (*kernel)(Params...), dim3 grid, unsigned threads,
+                              size_t smem_bytes, cudaStream_t stream, const Params&... params) {
   cudaLaunchAttribute attribute = overlap_attribute();
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
@@ -38,7 +38,7 @@ cudaError_t launch_overlapped(void (*kernel)(Params), dim3 grid, unsigned thread
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, params);
+  return cudaLaunchKernelEx(&config, kernel, params...);
 }
 
 }  // namespace dflash

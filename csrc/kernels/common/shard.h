@@ -68,17 +68,17 @@ __device__ __forceinline__ Quads load_quads(const LogitsRow& row, int64_t vocab_
 // Key of this thread's first maximum; columns ascend with g and k.
 __device__ __forceinline__ uint64_t best_key(const Quads& q, int64_t shard) {
   float best = kNegativeInfinity;
-  int64_t index = quad_column(shard, 0);
+  int place = 0;
 #pragma unroll
   for (int g = 0; g < kShardQuads; ++g) {
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       if (!(q.x[g][k] > best)) continue;
       best = q.x[g][k];
-      index = quad_column(shard, g) + k;
+      place = 4 * g + k;
     }
   }
-  return argmax_key(best, index);
+  return argmax_key(best, quad_column(shard, place / 4) + place % 4);
 }
 
 // max and sum(exp(x - softmax_origin(max))) of a part of a row.
