@@ -26,6 +26,7 @@ from typing import Protocol
 import torch
 from benchmarks import report
 from benchmarks.end_to_end.iteration import NUM_WARMUP, PROMPT_LEN, N, draft_milliseconds, make_core
+from benchmarks.shapes import WEIGHTS
 
 from dflash import SamplingParams
 
@@ -303,6 +304,8 @@ def main() -> None:
     parser.add_argument("--engine", choices=("both", *ENGINES), default="both")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8, 16, 32])
     parser.add_argument("--no-draft", action="store_true")
+    # vLLM's weights are uniform always: the same on our side, so that the GPU's clock is the same.
+    parser.add_argument("--weights", choices=WEIGHTS, default="uniform", help="dflash's")
     parser.add_argument("--acceptance-length", type=float, default=6.5)
     parser.add_argument("--rate", type=float, default=8.0, help="requests a second")
     parser.add_argument("--num-requests", type=int, default=80, help="0: no arrivals")
