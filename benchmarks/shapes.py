@@ -112,3 +112,21 @@ class RandomWeights:
             d2t=None,
             mask_embedding=None,
         )
+
+
+class UniformWeights(RandomWeights):
+    """vLLM's dummy weights, norms included: on a GPU at its power limit the data moves the clock, so who is timed
+    beside vLLM computes with the same distribution."""
+
+    def matrix(self, rows: int, columns: int) -> torch.Tensor:
+        return self._uniform(rows, columns)
+
+    def norm(self, size: int) -> torch.Tensor:
+        return self._uniform(size)
+
+    def _uniform(self, *shape: int) -> torch.Tensor:
+        weight = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return weight.uniform_(-1e-3, 1e-3, generator=self.generator)
+
+
+WEIGHTS = {"normal": RandomWeights, "uniform": UniformWeights}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Milliseconds an iteration, and what the GPU idles between two: Qwen3-8B's shape with random weights, synthetic AL.
 
-    python -m benchmarks.end_to_end.iteration [--batch 1 4 8 16 32] [--no-draft] [--enforce-eager] [--out FOLDER]
+    python -m benchmarks.end_to_end.iteration [--batch 1 4 8 16 32] [--no-draft] [--weights uniform] [--out FOLDER]
 
 Prompts of 128 random tokens, N = 15, conditional acceptance rates chosen for AL 6.5. Steady state: all requests run
 and nobody joins.
@@ -15,7 +15,7 @@ import time
 
 import torch
 from benchmarks import report
-from benchmarks.shapes import RandomWeights, qwen3_8b, qwen3_8b_draft
+from benchmarks.shapes import WEIGHTS, qwen3_8b, qwen3_8b_draft
 
 from dflash import SamplingParams
 from dflash.engine.args import EngineArgs
@@ -58,7 +58,7 @@ def make_core(args: argparse.Namespace) -> Core:
         **synthetic,
     )
     settings = DecoderSettings(device, dtype, dtype, engine_args.kv_block_size, args.max_model_len)
-    random = RandomWeights(dtype, device)
+    random = WEIGHTS[args.weights](dtype, device)
     target = Target(qwen3_8b(), random.target(qwen3_8b()), settings)
     drafter = None
     if not args.no_draft:
@@ -155,6 +155,7 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--no-draft", action="store_true")
     parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--weights", choices=WEIGHTS, default="normal")
     parser.add_argument("--out", default=None)
     args = parser.parse_args()
     core = make_core(args)
@@ -164,7 +165,8 @@ def main() -> None:
         rows.append(measure(core, gaps, batch, args.num_iterations))
         print(rows[-1], flush=True)
     name = "iteration_no_draft" if args.no_draft else "iteration"
-    print(report.write(name, {"rows": rows, "eager": args.enforce_eager}, args.out))
+    figures = {"rows": rows, "eager": args.enforce_eager, "weights": args.weights}
+    print(report.write(name, figures, args.out))
 
 
 if __name__ == "__main__":

@@ -11,10 +11,7 @@ N = 15, synthetic acceptance of AL 6.5). Engines without the plugin are made and
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import tempfile
 import time
 from itertools import islice
 from pathlib import Path
@@ -22,9 +19,15 @@ from typing import Any, NamedTuple
 
 import torch
 from benchmarks import report
-from benchmarks.end_to_end.vs_vllm import dummy_configs, prompts
+from benchmarks.end_to_end.peers import (
+    Draft,
+    record_drafts,
+    set_environment,
+    write_dummy_checkpoints,
+)
+from benchmarks.end_to_end.vs_vllm import prompts
 
-from dflash.integrations.vllm import SWITCH, install
+from dflash.integrations.vllm import install
 from dflash.integrations.vllm.sources import find_vllm
 
 SIDES = ("vllm", "plugin")
@@ -43,14 +46,6 @@ TOPICS = (
 KEPT: list[Any] = []
 
 
-class Draft(NamedTuple):
-    """One draft step."""
-
-    start: torch.cuda.Event
-    end: torch.cuda.Event
-    num_reqs: int
-
-
 class Run(NamedTuple):
     seconds: float
     token_ids: list[list[int]]
@@ -65,40 +60,6 @@ class Run(NamedTuple):
         """Tokens of a draft step and request; the first step of a request follows its prompt."""
         reqs = len(self.token_ids)
         return (self.num_tokens - reqs) / (sum(draft.num_reqs for draft in self.drafts) - reqs)
-
-
-def set_environment() -> None:
-    """Before vLLM is imported: its engine in this process, its second model runner, no plugin yet."""
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_USE_V2_MODEL_RUNNER": "1",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        SWITCH: "0",
-    }
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-
-
-def record_drafts() -> list[Draft]:
-    """The list that every draft step of vLLM is appended to from here on."""
-    from vllm.v1.worker.gpu.spec_decode.dflash.speculator import (  # pyright: ignore[reportMissingImports]
-        DFlashSpeculator,
-    )
-
-    drafts, propose = [], DFlashSpeculator.propose
-
-    def timed(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        result = propose(self, *args, **kwargs)
-        end.record()
-        batch = kwargs["input_batch"] if "input_batch" in kwargs else args[0]
-        drafts.append(Draft(start, end, batch.num_reqs))
-        return result
-
-    DFlashSpeculator.propose = timed
-    return drafts
 
 
 def make_engine(
@@ -216,17 +177,14 @@ def first_difference(a: list[int], b: list[int]) -> int | None:
 
 def measure_qwen3(side: str, drafts: list[Draft], args: argparse.Namespace) -> dict[int, dict]:
     """Figures of each batch size."""
-    folder = Path(tempfile.mkdtemp())
-    for name, config in dummy_configs().items():
-        (folder / name).mkdir()
-        (folder / name / "config.json").write_text(json.dumps(config))
+    target, draft = write_dummy_checkpoints()
     speculative = {
-        "model": str(folder / "draft"),
+        "model": str(draft),
         "num_speculative_tokens": 15,
         "rejection_sample_method": "synthetic",
         "synthetic_acceptance_length": ACCEPTANCE_LENGTH,
     }
-    engine = make_engine(side, folder / "target", speculative, args.batch, load_format="dummy")
+    engine = make_engine(side, target, speculative, args.batch, load_format="dummy")
     figures = {}
     for batch in args.batch:
         figures[batch] = measure_batch(engine, batch, args.max_tokens, drafts)
@@ -244,7 +202,7 @@ def measure_batch(
     short = generate(engine, token_ids, max_tokens // 4, drafts)
     steps = len(long.drafts) - len(short.drafts)
     full = [draft for draft in long.drafts[2:] if draft.num_reqs == batch]
-    milliseconds = [draft.start.elapsed_time(draft.end) for draft in full]
+    milliseconds = [draft.milliseconds for draft in full]
     return {
         "draft_ms": round(statistics.median(milliseconds), 4),
         "iteration_ms": round((long.seconds - short.seconds) / steps * 1e3, 3),

@@ -1,188 +1,68 @@
 # SPDX-License-Identifier: Apache-2.0
 """dflash beside vLLM on one GPU: milliseconds an iteration at equal AL, and latencies under Poisson arrivals.
 
-    python -m benchmarks.end_to_end.vs_vllm [--engine both] [--no-draft] [--out FOLDER]
+    python -m benchmarks.end_to_end.vs_vllm [--contexts 128 8192 32768] [--no-draft] [--out FOLDER]
 
 Qwen3-8B's shape and its 5-layer drafter with random weights, N = 15, synthetic acceptance of AL 6.5. Each engine has
-a process of its own, one after the other. Needs vllm 0.26 beside torch 2.11.
+a process of its own, one after the other. Needs vllm 0.26 beside torch 2.11. Where vLLM lives on a path of its own:
+--engine dflash --json OURS, --engine vllm --json THEIRS, then --compare OURS THEIRS.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import itertools
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from benchmarks import report
-from benchmarks.end_to_end.iteration import NUM_WARMUP, PROMPT_LEN, N, draft_milliseconds, make_core
-
-from dflash import SamplingParams
+from benchmarks.end_to_end.iteration import NUM_WARMUP, PROMPT_LEN, N, make_core
+from benchmarks.end_to_end.peers import (
+    ENGINES,
+    Dflash,
+    Engine,
+    Vllm,
+    in_own_process,
+    save,
+    synchronize,
+    write_dummy_checkpoints,
+)
+from benchmarks.shapes import WEIGHTS
 
 NUM_WINDOWS, WINDOW = 5, 30  # iterations timed together
-MAX_MODEL_LEN = 4096
-ENGINES = ("dflash", "vllm")
+MAX_OUTPUT = 3904  # tokens of a request: who was prefilled first runs while the others are
+MODEL_LEN_MARGIN = 64
+
+KV_BYTES = 164 << 10  # of a token: 36 layers of the target, 5 of the drafter
+KV_ROOM = 48 << 30  # that either engine has: vLLM takes 0.6 of the GPU
+BYTES_PER_MS = 4.3e9
+WEIGHTS_MS, ROW_MS = 4.32, 0.0232  # the floor of the matrices: read once, or multiplied with a row
+LONG_CONTEXT_LEAD = 1.12
 
 
-class Engine(Protocol):
-    """Requests by number; `step` does one iteration or prefill and says who got how many tokens."""
-
-    def add(self, key: int, token_ids: list[int], max_tokens: int) -> None: ...
-
-    def step(self) -> list[tuple[int, int]]: ...
-
-    def clear(self) -> None:
-        """Ends all requests."""
-        ...
-
-    def draft_milliseconds(self, batch: int) -> float | None:
-        """Of one draft step, context K/V included: vLLM's in its place in the iteration, ours in a graph of its own."""
-        ...
-
-
-class Dflash:
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._core = make_core(args)
-        self._requests, self._keys = {}, {}
-
-    def add(self, key: int, token_ids: list[int], max_tokens: int) -> None:
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        request = self._core.add_request(token_ids, params)
-        self._requests[key], self._keys[id(request)] = request, key
-
-    def step(self) -> list[tuple[int, int]]:
-        return [(self._keys[id(new.request)], len(new.token_ids)) for new in self._core.step()]
-
-    def clear(self) -> None:
-        for request in self._requests.values():
-            self._core.abort(request)
-        self._requests, self._keys = {}, {}
-        self._core.step()
-
-    def draft_milliseconds(self, batch: int) -> float | None:
-        return draft_milliseconds(self._core, batch)
-
-
-class Vllm:
-    """vLLM's engine in this process, CUDA graphs as it likes them."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        os.environ |= {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_USE_V2_MODEL_RUNNER": "1",
-            "VLLM_USE_FLASHINFER_SAMPLER": "0",
-            "DFLASH_VLLM": "0",
-            "VLLM_LOGGING_LEVEL": "WARNING",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
-        import vllm  # pyright: ignore[reportMissingImports]
-
-        folder = Path(tempfile.mkdtemp())
-        for name, config in dummy_configs().items():
-            (folder / name).mkdir()
-            (folder / name / "config.json").write_text(json.dumps(config))
-        speculative = {
-            "method": "dflash",
-            "model": str(folder / "draft"),
-            "num_speculative_tokens": N,
-            "rejection_sample_method": "synthetic",
-            "synthetic_acceptance_length": args.acceptance_length,
-        }
-        self._drafts: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        if not args.no_draft:
-            self._time_drafts()
-        self._params = vllm.SamplingParams
-        self._engine = vllm.LLM(
-            str(folder / "target"),
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            dtype="bfloat16",
-            max_model_len=args.max_model_len,
-            max_num_seqs=max(args.batch),
-            gpu_memory_utilization=0.6,
-            enable_prefix_caching=False,
-            **({} if args.no_draft else {"speculative_config": speculative}),
-        ).llm_engine
-        self._counts: dict[int, int] = {}
-        self._names: dict[str, int] = {}
-        self._num_added = itertools.count()
-
-    def _time_drafts(self) -> None:
-        from vllm.v1.worker.gpu.spec_decode.dflash.speculator import (  # pyright: ignore[reportMissingImports]
-            DFlashSpeculator,
-        )
-
-        propose = DFlashSpeculator.propose
-
-        def timed(*args, **kwargs):
-            pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            pair[0].record()
-            result = propose(*args, **kwargs)
-            pair[1].record()
-            self._drafts.append(pair)
-            return result
-
-        DFlashSpeculator.propose = timed
-
-    def add(self, key: int, token_ids: list[int], max_tokens: int) -> None:
-        name = str(next(self._num_added))
-        params = self._params(
-            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
-        )
-        self._names[name], self._counts[key] = key, 0
-        self._engine.add_request(name, {"prompt_token_ids": token_ids}, params)
-
-    def step(self) -> list[tuple[int, int]]:
-        new = []
-        for output in self._engine.step():
-            key, count = self._names[output.request_id], len(output.outputs[0].token_ids)
-            new.append((key, count - self._counts[key]))
-            self._counts[key] = count
-        return new
-
-    def clear(self) -> None:
-        self._engine.abort_request(list(self._names))
-        self._names, self._counts = {}, {}
-        for _ in range(3):
-            self._engine.step()
-
-    def draft_milliseconds(self, batch: int) -> float | None:
-        torch.cuda.synchronize()
-        recent = self._drafts[-WINDOW:]
-        return statistics.median(a.elapsed_time(b) for a, b in recent) if recent else None
-
-
-def dummy_configs() -> dict[str, dict]:
-    """config.json of the two checkpoints of benchmarks/shapes.py."""
-    shared = {
-        "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "max_position_embeddings": 40960,
-        "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False, "use_sliding_window": False,
-        "bos_token_id": 151643, "eos_token_id": 151645, "torch_dtype": "bfloat16",
-    }  # fmt: skip
-    draft = {
-        "architectures": ["DFlashDraftModel"], "num_hidden_layers": 5, "max_window_layers": 5,
-        "layer_types": ["full_attention"] * 5, "block_size": 16, "num_target_layers": 36,
-        "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
-    }  # fmt: skip
-    target = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "num_hidden_layers": 36,
-        "max_window_layers": 36,
+def make_engine(args: argparse.Namespace) -> Engine:
+    if args.engine == "dflash":
+        return Dflash(make_core(args))
+    target, draft = write_dummy_checkpoints()
+    speculative = {
+        "model": str(draft),
+        "num_speculative_tokens": N,
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_length": args.acceptance_length,
     }
-    return {"target": shared | target, "draft": shared | draft}
+    return Vllm(
+        target,
+        None if args.no_draft else speculative,
+        time_drafts=not args.no_draft,
+        load_format="dummy",
+        max_model_len=args.max_model_len,
+        max_num_seqs=max(args.batch),
+    )
 
 
 def prompts(seed: int, length: int) -> Iterator[list[int]]:
@@ -191,10 +71,17 @@ def prompts(seed: int, length: int) -> Iterator[list[int]]:
         yield torch.randint(1000, 100_000, (length,), generator=generator).tolist()
 
 
-def measure_iterations(engine: Engine, batch: int, with_draft: bool) -> dict:
+def levels(args: argparse.Namespace) -> Iterator[tuple[int, int]]:
+    """(context, batch) of each measurement: the batches whose K/V both engines have room for."""
+    for context, batch in itertools.product(args.contexts, args.batch):
+        if batch * context * KV_BYTES <= KV_ROOM:
+            yield context, batch
+
+
+def measure_iterations(engine: Engine, context: int, batch: int, with_draft: bool) -> dict:
     """Steady state: all requests run, nobody joins. Windows of iterations, each timed as one."""
-    for key, token_ids in zip(range(batch), prompts(batch, PROMPT_LEN), strict=False):
-        engine.add(key, token_ids, MAX_MODEL_LEN - PROMPT_LEN - 64)
+    for key, token_ids in zip(range(batch), prompts(batch, context), strict=False):
+        engine.add(key, token_ids, MAX_OUTPUT)
     started: set[int] = set()
     while len(started) < batch:
         started |= {key for key, _ in engine.step()}
@@ -202,12 +89,13 @@ def measure_iterations(engine: Engine, batch: int, with_draft: bool) -> dict:
         engine.step()
     milliseconds, tokens = [], 0
     for _ in range(NUM_WINDOWS):
-        torch.cuda.synchronize()
+        synchronize()
         began = time.perf_counter()
         for _ in range(WINDOW):
             tokens += sum(count for _, count in engine.step())
         milliseconds.append((time.perf_counter() - began) * 1e3 / WINDOW)
     row = {
+        "context": context,
         "batch": batch,
         "iteration_ms": round(statistics.median(milliseconds), 3),
         "spread_ms": [round(min(milliseconds), 3), round(max(milliseconds), 3)],
@@ -260,69 +148,97 @@ def percentiles(seconds: list[float]) -> dict[str, float]:
     return {"p50": round(cuts[49] * 1e3, 2), "p99": round(cuts[98] * 1e3, 2)}
 
 
-def measure(args: argparse.Namespace) -> dict:
-    engine: Engine = Dflash(args) if args.engine == "dflash" else Vllm(args)
-    rows = []
-    for batch in args.batch:
-        rows.append(measure_iterations(engine, batch, not args.no_draft))
+def measure(args: argparse.Namespace) -> None:
+    """One engine, in this process."""
+    engine, rows = make_engine(args), []
+    figures = {
+        "version": engine.version,
+        "weights": args.weights if args.engine == "dflash" else "uniform",
+        "max_model_len": args.max_model_len,
+        "iterations": rows,
+    }
+    for context, batch in levels(args):
+        rows.append(measure_iterations(engine, context, batch, not args.no_draft))
         print(args.engine, rows[-1], flush=True)
-    figures = {"iterations": rows}
+        save(args.json, figures)
     if args.num_requests:
         measure_arrivals(engine, argparse.Namespace(**(vars(args) | {"num_requests": 8})))
         figures["arrivals"] = measure_arrivals(engine, args)
         print(args.engine, figures["arrivals"], flush=True)
-    return figures
+        save(args.json, figures)
 
 
-def measure_apart(args: argparse.Namespace) -> dict[str, dict]:
-    """Each engine in a process of its own."""
-    results = {}
-    for name in ENGINES:
-        with tempfile.NamedTemporaryFile(suffix=".json") as file:
-            command = [sys.executable, "-m", "benchmarks.end_to_end.vs_vllm", *sys.argv[1:]]
-            subprocess.run([*command, "--engine", name, "--json", file.name], check=True)
-            results[name] = json.loads(Path(file.name).read_text())
-    return results
+def measure_apart() -> list[Path]:
+    """Each engine in a process of its own; files of their figures."""
+    folder = Path(tempfile.mkdtemp())
+    files = [folder / f"{name}.json" for name in ENGINES]
+    for name, file in zip(ENGINES, files, strict=True):
+        in_own_process("benchmarks.end_to_end.vs_vllm", "--engine", name, "--json", file)
+    return files
 
 
-def comparison(results: dict[str, dict]) -> Iterator[str]:
-    """A line a batch size. The realised ALs are equal but for chance, of which small batches have more."""
-    for ours, theirs in zip(*(results[name]["iterations"] for name in ENGINES), strict=True):
-        ratio = theirs["iteration_ms"] / ours["iteration_ms"]
-        difference = abs(ours["acceptance_length"] / theirs["acceptance_length"] - 1)
-        allowed = 0.15 / ours["batch"] ** 0.5
+def comparison(ours: dict, theirs: dict) -> Iterator[str]:
+    """A line a level. The realised ALs are equal but for chance, of which small batches have more."""
+    others = {(row["context"], row["batch"]): row for row in theirs["iterations"]}
+    for row in ours["iterations"]:
+        context, batch = row["context"], row["batch"]
+        level = f"context {context}, batch {batch}"
+        if (context, batch) not in others:
+            yield f"{level}: vLLM NOT MEASURED"
+            continue
+        other, lead = others[context, batch], expected_lead(context, batch)
+        ratio = other["iteration_ms"] / row["iteration_ms"]
+        difference = abs(row["acceptance_length"] / other["acceptance_length"] - 1)
         yield (
-            f"batch {ours['batch']}: {ours['iteration_ms']} / {theirs['iteration_ms']} ms, {ratio:.2f}x, "
-            f"AL {ours['acceptance_length']} / {theirs['acceptance_length']}"
-            + (" NOT EQUAL" if difference > allowed else "")
+            f"{level}: {row['iteration_ms']} / {other['iteration_ms']} ms, {ratio:.2f}x"
+            + (f" BELOW {lead:.2f}x" if ratio < lead else "")
+            + f", AL {row['acceptance_length']} / {other['acceptance_length']}"
+            + (" NOT EQUAL" if difference > 0.15 / batch**0.5 else "")
         )
 
 
-def main() -> None:
+def expected_lead(context: int, batch: int) -> float:
+    """No slower than vLLM; at long contexts clearly faster where matrices outweigh K/V in the floor."""
+    matrices_ms = max(WEIGHTS_MS, batch * (N + 1) * ROW_MS)
+    kv_ms = batch * context * KV_BYTES / BYTES_PER_MS
+    return LONG_CONTEXT_LEAD if context > PROMPT_LEN and kv_ms < matrices_ms else 1.0
+
+
+def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engine", choices=("both", *ENGINES), default="both")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8, 16, 32])
+    parser.add_argument(
+        "--contexts", type=int, nargs="+", default=[PROMPT_LEN], help="tokens of the prompts"
+    )
     parser.add_argument("--no-draft", action="store_true")
+    # vLLM's weights are uniform always: the same on our side, so that the GPU's clock is the same.
+    parser.add_argument("--weights", choices=WEIGHTS, default="uniform", help="dflash's")
     parser.add_argument("--acceptance-length", type=float, default=6.5)
     parser.add_argument("--rate", type=float, default=8.0, help="requests a second")
     parser.add_argument("--num-requests", type=int, default=80, help="0: no arrivals")
     parser.add_argument("--prompt-len", type=int, default=1024)
     parser.add_argument("--output-len", type=int, default=256)
     parser.add_argument("--json", type=Path, help="of one engine's figures")
+    parser.add_argument("--compare", type=Path, nargs=2, metavar=("OURS", "THEIRS"))
     parser.add_argument("--out", default=None)
     args = parser.parse_args()
-    args.max_model_len, args.enforce_eager = MAX_MODEL_LEN, False
+    args.max_model_len = max(args.contexts) + MAX_OUTPUT + MODEL_LEN_MARGIN
+    args.enforce_eager = False
+    return args
+
+
+def main() -> None:
+    args = parse_args()
     if args.engine != "both":
-        figures = measure(args)
-        if args.json is not None:
-            args.json.write_text(json.dumps(figures))
-        return
-    name = "vs_vllm_no_draft" if args.no_draft else "vs_vllm"
-    results = measure_apart(args)
-    for line in comparison(results):
+        return measure(args)
+    files = args.compare or measure_apart()
+    ours, theirs = (json.loads(file.read_text()) for file in files)
+    for line in comparison(ours, theirs):
         print(line)
-    facts = {"arguments": vars(args) | {"json": None}, "vllm": importlib.metadata.version("vllm")}
-    print(report.write(name, facts | results, args.out))
+    name = "vs_vllm" + ("_no_draft" if args.no_draft else "")
+    name += "" if args.contexts == [PROMPT_LEN] else "_contexts"
+    print(report.write(name, {"dflash": ours, "vllm": theirs}, args.out))
 
 
 if __name__ == "__main__":
