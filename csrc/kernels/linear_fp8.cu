@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+// output = x (weight * scale)^T + bias with e4m3 weights: the streaming GEMM, whose weights come as
+// bytes and are widened on their way into the tensor cores; the scale of an output multiplies its sum
+// in fp32. More than 128 rows are taken 128 at a time. Bytes moved: the weight, half of linear's,
+// once every 128 rows.
+// unpack_kernel: the weight in the dtype of x, for the library's GEMM where this one cannot serve; a
+// thread has four weights.
+#include "linear_fp8.h"
+
+#include "common/gemm_launch.h"
+#include "common/gemm_store.h"
+
+namespace dflash {
+namespace {
+
+template <typename T>
+struct Fp8Epilogue {
+  static constexpr bool kInterleaved = false, kHasState = false, kPacked = true;
+  static constexpr int kBytes = gemm::RowStore<T, 2>::kBytes;
+
+  gemm::RowStore<T, 2> rows;
+  const float* scale;
+  const T* bias;
+
+  template <int kFirst, int kRows, int kFragments>
+  __device__ __forceinline__ void finish(const float (&acc)[kFragments][4], int num_rows,
+                                         int column, uint8_t* smem) const {
+    const int mine = column + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+    const float s0 = scale_of(mine), s1 = scale_of(mine + 8);
+    const float b0 = bias_of(mine), b1 = bias_of(mine + 8);
+    rows.template put<kFirst, kRows>(
+        acc, num_rows, column, smem, [&](const float(&fragment)[4], uint32_t(&packed)[2]) {
+          packed[0] = pack2<T>(fragment[0] * s0 + b0, fragment[1] * s0 + b0);
+          packed[1] = pack2<T>(fragment[2] * s1 + b1, fragment[3] * s1 + b1);
+        });
+  }
+
+  __device__ __forceinline__ float scale_of(int column) const {
+    return column < rows.num_outputs ? scale[column] : 0.0f;
+  }
+
+  __device__ __forceinline__ float bias_of(int column) const {
+    return bias != nullptr && column < rows.num_outputs ? to_float(bias[column]) : 0.0f;
+  }
+};
+
+template <typename T>
+cudaError_t launch(const LinearFp8Params& p, cudaStream_t stream) {
+  for (int64_t row = 0; row < p.num_rows; row += gemm::kMaxRows) {
+    T* const output = static_cast<T*>(p.output) + row * p.output_stride;
+    const Fp8Epilogue<T> epilogue{{output, p.output_stride, p.num_outputs},
+                                  p.scale,
+                                  static_cast<const T*>(p.bias)};
+    const cudaError_t error = gemm::launch_gemm<T>(p.operands(row), epilogue, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+struct UnpackParams {
+  const uint8_t* weight;  // from the first row's tile on
+  const float* scale;     // of the first row
+  void* rows;
+  int64_t num_words;  // of the tiles
+  int64_t count, size, num_atoms;
+};
+
+// A word is two neighbouring weights of row g + 8 (bytes 0 and 2) and of row g (bytes 1 and 3).
+template <typename T>
+__global__ void __launch_bounds__(256) unpack_kernel(const UnpackParams p) {
+  const int64_t word = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
+  if (word >= p.num_words) return;
+  const int64_t tile = word / (fp8::kTileBytes / 4);
+  const int at = static_cast<int>(word % (fp8::kTileBytes / 4)), lane = at / 4 % 32;
+  const int first_row = at / 256 * 16 + lane / 4;
+  const int first_column = at / 128 % 2 * 32 + at % 4 * 8 + lane % 4 * 2;
+  const uint32_t bytes = reinterpret_cast<const uint32_t*>(p.weight)[word];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int64_t row = tile / p.num_atoms * fp8::kTileSize + first_row + (i % 2 == 0 ? 8 : 0);
+    const int64_t column = tile % p.num_atoms * fp8::kTileSize + first_column + i / 2;
+    if (row >= p.count || column >= p.size) continue;
+    const float value = to_float(Float8E4M3{static_cast<uint8_t>(bytes >> 8 * i)});
+    static_cast<T*>(p.rows)[row * p.size + column] = from_float<T>(value * p.scale[row]);
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_linear_fp8(const LinearFp8Params& params, cudaStream_t stream) {
+  if (device_properties().major != 9) return cudaErrorInvalidValue;
+  if (params.dtype == DType::kFloat16) return launch<Half>(params, stream);
+  return launch<BFloat16>(params, stream);
+}
+
+cudaError_t launch_unpack_fp8(const LinearFp8Params& params, int64_t first, int64_t count,
+                              void* rows, cudaStream_t stream) {
+  const int64_t num_atoms = fp8::num_tiles(params.size);
+  const int64_t offset = first / fp8::kTileSize * num_atoms * fp8::kTileBytes;
+  const int64_t num_words = fp8::num_tiles(count) * num_atoms * (fp8::kTileBytes / 4);
+  if (num_words == 0) return cudaSuccess;
+  const UnpackParams p{params.weight + offset, params.scale + first, rows, num_words,
+                       count,                  params.size,          num_atoms};
+  const auto num_ctas = static_cast<unsigned>((num_words + 255) / 256);
+  DFLASH_DISPATCH_FLOATING(params.dtype, unpack_kernel<scalar_t><<<num_ctas, 256, 0, stream>>>(p));
+  return cudaGetLastError();
+}
+
+}  // namespace dflash
