@@ -69,7 +69,12 @@ class Calls(torch.nn.Module):
         return self.op(*arguments)
 
 
-OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+OPCHECKS = (
+    "test_schema",
+    "test_autograd_registration",
+    "test_faketensor",
+    "test_aot_dispatch_dynamic",
+)
 
 
 def check_op(op, arguments, opchecks=OPCHECKS):

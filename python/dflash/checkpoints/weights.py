@@ -37,6 +37,7 @@ from dflash.errors import CheckpointError
 
 __all__ = [
     "DraftWeights",
+    "Fp8Matrix",
     "LayerWeights",
     "Loader",
     "Matrix",
@@ -47,8 +48,16 @@ __all__ = [
 ]
 
 
-Matrix: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
-"""A matrix, or several that stand for their rows below each other; a bias likewise."""
+@dataclass(frozen=True)
+class Fp8Matrix:
+    """A matrix [M, K] of bytes, see ops/linear_fp8.py."""
+
+    weight: torch.Tensor  # float8_e4m3fn [ceil(M / 64), ceil(K / 64), 4096], packed
+    scale: torch.Tensor  # float32 [M]
+
+
+Matrix: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...] | Fp8Matrix
+"""A matrix, or several that stand for their rows below each other, a bias likewise; or one in fp8."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +69,11 @@ class LayerWeights:
     qkv_bias: Matrix | None  # [(num_heads + 2 * num_kv_heads) * head_dim]
     q_norm: torch.Tensor | None  # [head_dim]
     k_norm: torch.Tensor | None  # [head_dim]
-    o_proj: torch.Tensor  # [H, num_heads * head_dim]
+    o_proj: Matrix  # [H, num_heads * head_dim]
     o_bias: torch.Tensor | None  # [H]
     post_attention_layernorm: torch.Tensor  # [H]
     gate_up_proj: Matrix  # [2 * I, H], gate first
-    down_proj: torch.Tensor  # [H, I]
+    down_proj: Matrix  # [H, I]
     sinks: torch.Tensor | None = None  # [num_heads]
 
 
@@ -82,7 +91,7 @@ class TargetWeights:
 class DraftWeights:
     """A drafter; H its own hidden_size, H_target the target's."""
 
-    fc: torch.Tensor  # [H, num_taps * H_target]
+    fc: Matrix  # [H, num_taps * H_target]
     hidden_norm: torch.Tensor | None  # [H]
     layers: list[LayerWeights]
     norm: torch.Tensor  # [H]
@@ -90,6 +99,9 @@ class DraftWeights:
     lm_head: torch.Tensor | None  # [V or draft_vocab_size, H], or None: the target's
     d2t: torch.Tensor | None  # int64 [draft_vocab_size]: target id = k + d2t[k]
     mask_embedding: torch.Tensor | None  # [H]: replaces the mask token's embedding row
+    kv_proj: torch.Tensor | None = (
+        None  # where qkv_proj is in fp8: its K and V rows, layer by layer
+    )
 
 
 def load_target(

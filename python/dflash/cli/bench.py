@@ -38,6 +38,12 @@ def bench(
             help="dflash, or autoregressive: --draft is a small model of the same tokens."
         ),
     ] = DFLASH,
+    draft_quantization: Annotated[
+        str | None,
+        typer.Option(
+            help="fp8: the drafter's matrices at half their bytes. Default: as the checkpoint has them."
+        ),
+    ] = None,
     dataset: Annotated[
         str,
         typer.Option(
@@ -175,6 +181,7 @@ def bench(
         "dtype": dtype,
         "device": device,
         "draft_method": draft_method if draft else DFLASH,
+        "draft_quantization": draft_quantization,
         "num_speculative_tokens": num_speculative_tokens,
         "max_num_seqs": max_num_seqs or _max_num_seqs(loads),
         "max_model_len": max_model_len,
@@ -199,7 +206,8 @@ def bench(
         raise KeyboardInterrupt
     setup = {"model": model, "draft": draft, "dataset": dataset, "num_prompts": num_prompts}
     chosen = {
-        name: engine[name] for name in ("draft_method", "max_num_seqs", "enable_prefix_caching")
+        name: engine[name]
+        for name in ("draft_method", "draft_quantization", "max_num_seqs", "enable_prefix_caching")
     }
     setup |= _facts(llm) | chosen | sampling | {"seed": seed}
     _report(setup, measurements, interrupted, json_path, plot_path)

@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 
 from dflash.checkpoints.in_memory import adopt_target
 from dflash.checkpoints.pair import check_pair
+from dflash.checkpoints.quantize import quantize_draft
 from dflash.checkpoints.weights import load_draft
 from dflash.engine.args import EngineArgs, resolve_device
 from dflash.engine.build import Engine, build_engine
@@ -103,6 +104,8 @@ class Session:
             args.draft or "", self._target[0].dtype, self._device, self._target[1]
         )
         check_pair(self._target[0], config, weights)
+        if args.draft_quantization is not None:
+            weights = quantize_draft(config, weights)
         self._draft = config, weights
         self._engine: Engine | None = None
         self._longest = self._most = 1

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 
 import torch
 
-from dflash.checkpoints.weights import Matrix
+from dflash.checkpoints.weights import Fp8Matrix, Matrix
 from dflash.log import log_once
 from dflash.ops import linear as op
+from dflash.ops import linear_fp8 as fp8_op
 from dflash.ops import linear_silu_mul as fused_op
 from dflash.ops.lm_head_sample import lm_head_sample_plan
 from dflash.ops.silu_mul import silu_mul
@@ -30,8 +31,12 @@ def linear(
     Several matrices are several GEMMs into columns of one output: they stay where they are.
 
     With tile_rows no GEMM has more rows than that. A row's bits then do not depend on T where the weight is streamed,
-    or T a multiple of tile_rows; elsewhere T chooses the library's kernel.
+    or T a multiple of tile_rows; elsewhere T chooses the library's kernel. fp8 weights need no tiles.
     """
+    assert not isinstance(bias, Fp8Matrix)
+    if isinstance(weight, Fp8Matrix):
+        assert not isinstance(bias, tuple)
+        return fp8_op.linear_fp8(x, weight.weight, weight.scale, bias, output)
     if isinstance(weight, tuple):
         assert bias is None or isinstance(bias, tuple)
         return _below_each_other(x, weight, bias, tile_rows, output)
@@ -45,7 +50,7 @@ def linear(
 
 def linear_silu_mul(x: torch.Tensor, weight: Matrix, tile_rows: int | None = None) -> torch.Tensor:
     """silu(gate) * up [T, I] of [gate, up] = x [T, K] @ weight [2 * I, K]^T; the rest as in `linear`."""
-    if isinstance(weight, tuple):
+    if not isinstance(weight, torch.Tensor):
         return silu_mul(linear(x, weight, None, tile_rows))
     output = x.new_empty(x.shape[0], weight.shape[0] // 2)
     for rows, out in _tiles(x, output, tile_rows):
@@ -55,6 +60,8 @@ def linear_silu_mul(x: torch.Tensor, weight: Matrix, tile_rows: int | None = Non
 
 def is_streamed(matrix: Matrix) -> bool:
     """Whether up to 128 rows stream the weight on a GPU, a row with bits of its own. Says once where it does not."""
+    if isinstance(matrix, Fp8Matrix):
+        return _is_streamed_fp8(matrix)
     weights = matrix if isinstance(matrix, tuple) else (matrix,)
     missing = [weight for weight in weights if op.linear_plan(weight[:1], weight) is None]
     for weight in missing:
@@ -64,6 +71,17 @@ def is_streamed(matrix: Matrix) -> bool:
                 "whole, aligned 16-byte words; the library's GEMM serves"
             )
     return not missing
+
+
+def _is_streamed_fp8(matrix: Fp8Matrix) -> bool:
+    device = matrix.scale.device
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != 9:
+        log_once(
+            "linear_fp8: weights are streamed on sm_90 only; here they are unpacked at every product for the "
+            "library's GEMM, which takes longer than 16-bit weights do"
+        )
+        return False
+    return device.type == "cuda"
 
 
 def logits_dtype(head: torch.Tensor) -> torch.dtype:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from dflash.checkpoints.config import DraftConfig, TargetConfig
+from dflash.checkpoints.quantize import quantize_draft
 from dflash.checkpoints.vocabulary import check_same_vocabulary
 from dflash.checkpoints.weights import (
     DraftWeights,
@@ -51,7 +52,7 @@ def load_drafter(
         return config, weights
     config, weights, _ = load_draft(args.draft, dtype, device, target_weights)
     check_pair(target_config, config, weights)
-    return config, weights
+    return config, weights if args.draft_quantization is None else quantize_draft(config, weights)
 
 
 def make_drafter(
