@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the time of one iteration goes, kernel by kernel: figures by kind, and a picture of the whole graph.
 
-    python -m benchmarks.end_to_end.timeline [--batch 1 32] [--out FOLDER] [--plot FILE.png]
+    python -m benchmarks.end_to_end.timeline [--batch 1 32] [--draft-quantization fp8] [--out FOLDER] [--plot FILE.png]
 
 The same pair and settings as benchmarks.end_to_end.iteration, one replay under torch's profiler after a warm-up.
 """
@@ -18,6 +18,7 @@ from benchmarks import report
 from benchmarks.end_to_end.iteration import NUM_WARMUP, PROMPT_LEN, make_core
 
 from dflash import SamplingParams
+from dflash.engine.args import DRAFT_QUANTIZATIONS
 from dflash.engine.core import Core
 
 KINDS = (  # the first whose word a name has: a product with SwiGLU behind it is a product
@@ -119,6 +120,7 @@ def write_picture(path: Path, runs: dict[int, list[Kernel]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--draft-quantization", choices=DRAFT_QUANTIZATIONS, default=None)
     parser.add_argument("--out", default=None)
     parser.add_argument("--plot", type=Path, default=None)
     args = parser.parse_args()
@@ -129,7 +131,8 @@ def main() -> None:
     rows = {str(batch): by_kind(kernels) for batch, kernels in runs.items()}
     for batch, row in rows.items():
         print(batch, row, flush=True)
-    print(report.write("timeline", {"batches": rows}, args.out))
+    name = f"timeline_draft_{args.draft_quantization}" if args.draft_quantization else "timeline"
+    print(report.write(name, {"batches": rows}, args.out))
     if args.plot is not None:
         write_picture(args.plot, runs)
 

@@ -312,6 +312,7 @@ def main() -> None:
     parser.add_argument("--out", default=None)
     args = parser.parse_args()
     args.max_model_len, args.enforce_eager = MAX_MODEL_LEN, False
+    args.draft_quantization = None
     if args.engine != "both":
         figures = measure(args)
         if args.json is not None:

@@ -5,6 +5,7 @@
 
 Microseconds a product in a CUDA graph of products over weights rotated past the L2, median of the replays, both
 kinds in one process by turns. The floor is the weight's bytes at 4.3 TB/s or the multiplications at 790 TFLOP/s.
+`fp8` is the same product with e4m3 weights (linear_fp8), half the bytes; a head has none.
 `plan` is what `linear_plan` says: [rows, warpgroups, splits], nothing where the library serves.
 """
 
@@ -19,6 +20,7 @@ from benchmarks.kernels.ops import BYTES_PER_US, DEVICE, FLOPS_PER_US, L2_BYTES,
 from benchmarks.timing import captured, median_us
 
 from dflash.ops.linear import linear, linear_plan
+from dflash.ops.linear_fp8 import linear_fp8, pack_fp8, quantize_fp8
 from dflash.ops.linear_silu_mul import linear_silu_mul
 from dflash.ops.silu_mul import silu_mul
 
@@ -44,6 +46,11 @@ MAX_COPIES = 24
 GRAPH_US = 1500
 
 
+def fp8_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rounded, scale = quantize_fp8(weight)
+    return pack_fp8(rounded), scale
+
+
 def measure(name: str, outputs: int, size: int, rows: int, replays: int) -> dict:
     moved = 2 * outputs * size
     copies = int(min(MAX_COPIES, max(3, 4 * L2_BYTES // moved)))
@@ -62,6 +69,11 @@ def measure(name: str, outputs: int, size: int, rows: int, replays: int) -> dict
         graphs["library_and_silu_mul_us"] = captured(
             [lambda w=w: silu_mul(torch.mm(x, w.T, out=y), half) for w in turns]
         )
+    if not name.endswith("head"):
+        # More copies: they are half as large.
+        fp8 = [fp8_weight(w) for w in weights] + [fp8_weight(w.flip(0)) for w in weights]
+        turns_of_fp8 = [fp8[i % len(fp8)] for i in range(len(turns))]
+        graphs["fp8_us"] = captured([lambda w=w: linear_fp8(x, *w, None, y) for w in turns_of_fp8])
     times = median_us(graphs, len(turns), replays)
     return {
         "matrix": name,
@@ -81,20 +93,26 @@ def main() -> None:
     parser.add_argument("--replays", type=int, default=11)
     args = parser.parse_args()
     figures = []
-    print(f"{'matrix':14} {'rows':>4} {'floor':>7} {'us':>7} {'library':>8} {'fused':>7}")
+    print(
+        f"{'matrix':14} {'rows':>4} {'floor':>7} {'us':>7} {'library':>8} {'fused':>7} {'fp8':>7}"
+    )
     for name, (outputs, size) in (LAYER | OTHERS).items():
         for rows in ROWS:
             row = measure(name, outputs, size, rows, args.replays)
             figures.append(row)
-            fused = row.get("fused_us", "")
+            fused, fp8 = row.get("fused_us", ""), row.get("fp8_us", "")
             print(
-                f"{name:14} {rows:4} {row['floor_us']:7} {row['us']:7} {row['library_us']:8} {fused:>7}",
+                f"{name:14} {rows:4} {row['floor_us']:7} {row['us']:7} {row['library_us']:8} {fused:>7} {fp8:>7}",
                 flush=True,
             )
     for rows in ROWS:
         layer = [row for row in figures if row["matrix"] in LAYER and row["rows"] == rows]
-        sums = {key: round(sum(row[key] for row in layer), 1) for key in ("us", "library_us")}
-        print(f"a layer at {rows} rows: {sums['us']} us, the library {sums['library_us']} us")
+        sums = {
+            key: round(sum(row[key] for row in layer), 1) for key in ("us", "library_us", "fp8_us")
+        }
+        print(
+            f"a layer at {rows} rows: {sums['us']} us, the library {sums['library_us']} us, fp8 {sums['fp8_us']} us"
+        )
     print(report.write("gemm", figures, args.out))
 
 

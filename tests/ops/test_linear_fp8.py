@@ -15,15 +15,15 @@ from .support import DEVICES, DTYPES, OPCHECKS, assert_close, check_op, guarded
 
 FP8 = torch.float8_e4m3fn
 ALL_BYTES = torch.arange(256, dtype=torch.uint8)
-FINITE = ALL_BYTES[(ALL_BYTES & 0x7F) != 0x7F].view(FP8)
+FINITE = ALL_BYTES[(ALL_BYTES & 0x7F) != 0x7F]
 """Every e4m3 value but NaN: subnormals, both zeros, +-448."""
 
 
 def random_weight(outputs, size, device="cpu"):
     """All values of e4m3 at random, and scales of every size."""
-    at = torch.randint(len(FINITE), (outputs, size))
-    scale = torch.exp2(torch.randint(-14, 2, (outputs,)).float()) * size**-0.5
-    return FINITE[at].to(device), scale.to(device)
+    at = torch.randint(len(FINITE), (outputs, size), device=device)
+    scale = torch.exp2(torch.randint(-14, 2, (outputs,), device=device).float()) * size**-0.5
+    return FINITE.to(device)[at].view(FP8), scale
 
 
 def operands(rows, outputs, size, dtype, device):
@@ -100,7 +100,7 @@ def test_linear_fp8_equals_reference(device, dtype, rows, outputs, size, has_bia
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_value_is_exact(device, dtype):
     """x picks one weight: what comes out is that weight times its scale, subnormals and zeros too."""
-    weight = FINITE.repeat(3, 1).to(device)  # [3, 254]
+    weight = FINITE.repeat(3, 1).to(device).view(FP8)  # [3, 254]
     x = torch.eye(254, 256, dtype=dtype, device=device)[:, :254]  # rows of whole 16 bytes
     scale = torch.tensor([1.0, 0.5, 2.0**-4], device=device)
     expected = (weight.float() * scale[:, None]).T.to(dtype)

@@ -38,9 +38,10 @@ class Drafter:
         self.decoder = Decoder(
             config.decoder, weights.layers, weights.norm, settings, config.value_scale
         )
-        self.kv_weight = weights.kv_proj
-        if self.kv_weight is None:
-            self.kv_weight = torch.cat([self._kv_rows(layer.qkv_proj) for layer in weights.layers])
+        kv_weight = weights.kv_proj
+        if kv_weight is None:
+            kv_weight = torch.cat([self._kv_rows(layer.qkv_proj) for layer in weights.layers])
+        self.kv_weight = kv_weight
         self.kv_bias = self._stack([layer.qkv_bias for layer in weights.layers], self._kv_rows)
         self.k_norms = self._stack([layer.k_norm for layer in weights.layers], lambda w: w[None])
 
