@@ -33,34 +33,36 @@ echo "build: $((SECONDS - started)) s"
 export PYTHONPATH=$PWD/python${PYTHONPATH:+:$PYTHONPATH}
 failed=()
 
-# One tool over all kernel tests, in shards side by side: a tool keeps one core busy, not the GPU.
-sanitize_with() {
-  local tool=$1 shards=8 pids=() passed shard
-  local options=(--tool "$tool" --error-exitcode 9)
-  [ "$tool" = memcheck ] && options+=(--leak-check full)
-  # Races repeat with every row and column: what only adds more of them takes minutes here.
-  local filter='*'
-  [ "$tool" = racecheck ] && filter='-LargeShapes/*:*RowsDoNotDependOnTheBatch'
-  rm -f "$build.$tool".*.log
-  for ((shard = 0; shard < shards; shard++)); do
-    GTEST_FILTER=$filter GTEST_TOTAL_SHARDS=$shards GTEST_SHARD_INDEX=$shard compute-sanitizer "${options[@]}" \
-      "$build/tests/cpp/dflash_gpu_tests" > "$build.$tool.$shard.log" 2>&1 &
-    pids+=($!)
+# All tools over all kernel tests, in shards side by side: a shard keeps one core busy, not the GPU.
+sanitize() {
+  local tools=(memcheck racecheck synccheck initcheck) shards=4 pids=() names=() tool shard i passed
+  rm -f "$build".*check.*.log
+  for tool in "${tools[@]}"; do
+    local options=(--tool "$tool" --error-exitcode 9) filter='*'
+    [ "$tool" = memcheck ] && options+=(--leak-check full)
+    # Races repeat with every row and column: what only adds more of them takes minutes here.
+    [ "$tool" = racecheck ] && filter='-LargeShapes/*:*RowsDoNotDependOnTheBatch'
+    for ((shard = 0; shard < shards; shard++)); do
+      GTEST_FILTER=$filter GTEST_TOTAL_SHARDS=$shards GTEST_SHARD_INDEX=$shard compute-sanitizer "${options[@]}" \
+        "$build/tests/cpp/dflash_gpu_tests" > "$build.$tool.$shard.log" 2>&1 &
+      pids+=($!)
+      names+=("$tool.$shard")
+    done
   done
-  for shard in "${!pids[@]}"; do
-    wait "${pids[$shard]}" && continue
-    tail -25 "$build.$tool.$shard.log"
-    failed+=("$tool, shard $shard")
+  for i in "${!pids[@]}"; do
+    wait "${pids[$i]}" && continue
+    tail -25 "$build.${names[$i]}.log"
+    failed+=("${names[$i]}")
   done
-  passed=$(cat "$build.$tool".*.log | grep -c '^\[       OK')
-  echo "$tool: $passed tests clean (after $((SECONDS - started)) s)"
-  [ "$passed" -gt 0 ] || failed+=("$tool: no test ran")
+  for tool in "${tools[@]}"; do
+    passed=$(cat "$build.$tool".*.log | grep -c '^\[       OK')
+    echo "$tool: $passed tests passed"
+    [ "$passed" -gt 0 ] || failed+=("$tool: no test ran")
+  done
 }
 
 if [ $sanitize = 1 ]; then
-  for tool in memcheck racecheck synccheck initcheck; do
-    sanitize_with $tool
-  done
+  sanitize
 else
   ctest --test-dir "$build" -L gpu -j 8 --no-tests=error --output-on-failure || failed+=("ctest -L gpu")
   "$python" -m pytest -m gpu -q -p no:cacheprovider tests || failed+=("pytest -m gpu")

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // A tile of rows shared by the CTAs of a cluster: its place in shared memory, a CTA's part of the
-// work, and how the splits' results (m, l, acc) are merged. A CTA merges its share of the rows and
-// reads the other splits from their CTAs' shared memory, in split order.
+// work, and how the splits' results (m, l, acc) are merged. A CTA merges its share of the rows: every
+// split sends it their results, which it adds up in split order.
 #pragma once
-
-#include <cooperative_groups.h>
 
 #include "attention_wgmma.h"
 #include "divisor.h"
+#include "tma.h"
 
 namespace dflash::attention {
 
@@ -28,7 +27,7 @@ struct Plan {
 template <int D, int kWarpsM, bool kWithWgmma>
 struct Tile {
   static constexpr bool kWgmma = kWithWgmma;
-  static constexpr int kM = 16 * kWarpsM;
+  static constexpr int kM = 16 * kWarpsM, kLog2M = kWarpsM == 1 ? 4 : 6;
   static constexpr int kWarpsN = kWarps / kWarpsM;  // splits of a CTA
   static constexpr int kWarpKeys = kWarpsM > 1 && D <= 128 ? 64 : (D > 128 ? 16 : 32);
   static constexpr int kStepKeys = kWarpKeys * kWarpsN;
@@ -85,43 +84,40 @@ __device__ __forceinline__ Work find_work(const PagedAttentionParams& p, const P
   return w;
 }
 
+// Results as a CTA receives them: its share of the tile's rows, split by split.
 template <typename L>
-__device__ __forceinline__ float* accumulators(uint8_t* smem, int warp_n, int m) {
-  return reinterpret_cast<float*>(smem + L::kStagesAt) + (warp_n * L::kM + m) * L::kAccPitch;
+__device__ __forceinline__ float* accumulators(uint8_t* smem, int i) {
+  return reinterpret_cast<float*>(smem + L::kStagesAt) + i * L::kAccPitch;
 }
 
 template <typename L>
-__device__ __forceinline__ float2* state_of(uint8_t* smem, int warp_n, int m) {
-  return reinterpret_cast<float2*>(smem + L::kStateAt) + warp_n * L::kM + m;
+__device__ __forceinline__ float2* state_of(uint8_t* smem, int i) {
+  return reinterpret_cast<float2*>(smem + L::kStateAt) + i;
 }
 
-// A warp's softmax state and, if there were keys, accumulators into shared memory.
+// A warp's softmax state and accumulators, each row to the CTA that merges it.
 template <typename L, int D>
-__device__ __forceinline__ void put_results(uint8_t* smem, int warp_n, int warp_row,
-                                            const RowState (&rows)[2],
-                                            const float (&acc)[D / 8][4], bool saw_keys) {
-  const int lane = threadIdx.x % 32;
+__device__ __forceinline__ void send_results(const Plan& plan, uint8_t* smem, int split,
+                                             int warp_row, const RowState (&rows)[2],
+                                             const float (&acc)[D / 8][4]) {
+  const int lane = threadIdx.x % 32, log2_share = L::kLog2M - plan.log2_ctas;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int m = warp_row + lane / 4 + 8 * half;
+    const int m = warp_row + lane / 4 + 8 * half, rank = m >> log2_share;
+    const int i = (split << log2_share) + m - (rank << log2_share);
     float l = rows[half].l;
     l += __shfl_xor_sync(0xffffffffu, l, 1);
     l += __shfl_xor_sync(0xffffffffu, l, 2);
-    if (lane % 4 == 0) *state_of<L>(smem, warp_n, m) = make_float2(rows[half].m, l);
-    if (!saw_keys) continue;
-    float* to = accumulators<L>(smem, warp_n, m) + lane % 4 * 2;
-#pragma unroll
-    for (int d = 0; d < D / 8; ++d) {
-      *reinterpret_cast<float2*>(to + d * 8) = make_float2(acc[d][2 * half], acc[d][2 * half + 1]);
+    if (lane % 4 == 0) {
+      const uint32_t state = smem_address(state_of<L>(smem, i));
+      store_cluster_float2(cluster_address(state, rank), rows[half].m, l);
     }
+    const uint32_t to =
+        cluster_address(smem_address(accumulators<L>(smem, i) + lane % 4 * 2), rank);
+#pragma unroll
+    for (int d = 0; d < D / 8; ++d)
+      store_cluster_float2(to + d * 32, acc[d][2 * half], acc[d][2 * half + 1]);
   }
-}
-
-// p as it lies in the shared memory of the CTA that holds `split`.
-template <typename L, typename T>
-__device__ __forceinline__ T* in_split(const Plan& plan, T* p, int split) {
-  if (plan.num_ctas == 1) return p;
-  return cooperative_groups::this_cluster().map_shared_rank(p, split / L::kWarpsN);
 }
 
 template <typename T>
@@ -179,34 +175,6 @@ __device__ __forceinline__ void store_results(const PagedAttentionParams& p, con
   }
 }
 
-// Four columns of a row, summed over the splits in order. They are read before the weights, which
-// kLanes neighbouring lanes hold between them, are needed; those of weight 0 hold nothing.
-template <typename L, int kLanes>
-__device__ __forceinline__ void sum_splits(const Plan& plan, uint8_t* smem, int m, int column,
-                                           float weight, float (&sum)[4]) {
-  constexpr int kBatch = 8;  // loads in flight
-#pragma unroll
-  for (int j = 0; j < 4; ++j) sum[j] = 0.0f;
-  for (int base = 0; base < plan.num_splits; base += kBatch) {
-    Vec<float, 4> part[kBatch];
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      const int split = base + j;
-      if (split >= plan.num_splits) break;
-      part[j] = load_vec<4>(
-          in_split<L>(plan, accumulators<L>(smem, split % L::kWarpsN, m) + column, split));
-    }
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      if (base + j >= plan.num_splits) break;
-      const float share = __shfl_sync(0xffffffffu, weight, base + j, kLanes);
-      if (share == 0.0f) continue;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sum[i] += share * part[j].x[i];
-    }
-  }
-}
-
 template <typename T>
 __device__ __forceinline__ void store_columns(T* out, const float (&sum)[4], float factor,
                                               bool aligned) {
@@ -219,61 +187,34 @@ __device__ __forceinline__ void store_columns(T* out, const float (&sum)[4], flo
   for (int j = 0; j < 4; ++j) out[j] = rounded.x[j];
 }
 
-// The CTA's share of the tile's rows, kLanes lanes a row: merged and written.
+// The CTA's share of the tile's rows, four columns a lane: merged and written.
 template <typename T, int D, typename L>
 __device__ __forceinline__ void merge_rows(const PagedAttentionParams& p, const Plan& plan,
                                            const Work& w, uint8_t* smem, int rank) {
-  constexpr int kLanes = D == 64 ? 16 : 32;
-  static_assert(kLanes >= kMaxSplits);
-  const int lane = threadIdx.x % kLanes, share = L::kM >> plan.log2_ctas;
-  const int split = min(lane, plan.num_splits - 1);
-  for (int r = threadIdx.x / 32 * (32 / kLanes); r < share; r += kThreads / kLanes) {
-    const int m = rank * share + r + threadIdx.x % 32 / kLanes, packed = w.first_row + m;
-    if (w.first_row + rank * share + r >= w.num_rows) break;
-    float2 state = *in_split<L>(plan, state_of<L>(smem, split % L::kWarpsN, m), split);
-    if (lane >= plan.num_splits) state = make_float2(kNothing, 0.0f);
-    float top = state.x;
+  constexpr int kUnroll = 4;  // splits
+  const int log2_share = L::kLog2M - plan.log2_ctas;
+  for (int i = threadIdx.x; i < (D / 4) << log2_share; i += kThreads) {
+    const int r = i / (D / 4), column = i % (D / 4) * 4;
+    const int packed = w.first_row + (rank << log2_share) + r;
+    if (packed >= w.num_rows) break;
+    float top = kNothing;
+#pragma unroll kUnroll
+    for (int split = 0; split < plan.num_splits; ++split)
+      top = fmaxf(top, state_of<L>(smem, (split << log2_share) + r)->x);
+    float l = 0.0f, sum[4] = {};
+#pragma unroll kUnroll
+    for (int split = 0; split < plan.num_splits; ++split) {
+      const int from = (split << log2_share) + r;
+      const float2 state = *state_of<L>(smem, from);
+      const Vec<float, 4> part = load_vec<4>(accumulators<L>(smem, from) + column);
+      const float weight = weight_of(state.x, top);
+      l += weight * state.y;
 #pragma unroll
-    for (int step = kLanes / 2; step > 0; step /= 2)
-      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
-    const float weight = weight_of(state.x, top);
-    float l = weight * state.y;
-#pragma unroll
-    for (int step = kLanes / 2; step > 0; step /= 2) l += __shfl_xor_sync(0xffffffffu, l, step);
-    const float factor = factor_of(p, plan, w, packed, top, l);
-#pragma unroll
-    for (int first = 0; first < D; first += kLanes * 4) {
-      const int column = first + lane * 4;
-      float sum[4];
-      sum_splits<L, kLanes>(plan, smem, m, min(column, D - 4), weight, sum);
-      if (column < D && packed < w.num_rows) {
-        store_columns(output_row<T>(p, plan, w, packed) + column, sum, factor,
-                      plan.output_aligned);
-      }
+      for (int j = 0; j < 4; ++j) sum[j] += weight * part.x[j];
     }
+    store_columns(output_row<T>(p, plan, w, packed) + column, sum,
+                  factor_of(p, plan, w, packed, top, l), plan.output_aligned);
   }
-}
-
-__device__ __forceinline__ void cluster_wait() {
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-// Shares the splits' results and merges them.
-template <typename T, int D, typename L>
-__device__ __forceinline__ void merge_splits(const PagedAttentionParams& p, const Plan& plan,
-                                             const Work& w, uint8_t* smem, int rank) {
-  __syncwarp();
-  if (plan.num_ctas == 1) {
-    __syncthreads();
-    return merge_rows<T, D, L>(p, plan, w, smem, rank);
-  }
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  cluster_wait();
-  merge_rows<T, D, L>(p, plan, w, smem, rank);
-  __syncwarp();
-  // No CTA may leave while another reads its shared memory; all that was read has been used.
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-  cluster_wait();
 }
 
 }  // namespace dflash::attention

@@ -335,10 +335,17 @@ __global__ void __launch_bounds__(kThreads, ctas_per_sm(kWgmma))
 
   cp_async_wait<0>();
   __syncwarp();
-  __syncthreads();
-  if (plan.num_splits == 1) return store_results<T, D, L>(p, plan, w, smem, warp_row, rows, acc);
-  put_results<L, D>(smem, warp_n, warp_row, rows, acc, w.deal.count > 0);
-  merge_splits<T, D, L>(p, plan, w, smem, rank);
+  if (plan.num_splits == 1) {
+    __syncthreads();
+    return store_results<T, D, L>(p, plan, w, smem, warp_row, rows, acc);
+  }
+  cluster_arrive_relaxed();
+  cluster_wait_acquire();  // the stages of all CTAs are free
+  send_results<L, D>(plan, smem, rank * L::kWarpsN + warp_n, warp_row, rows, acc);
+  __syncwarp();
+  cluster_arrive_release();
+  cluster_wait_acquire();  // all results are there
+  merge_rows<T, D, L>(p, plan, w, smem, rank);
 }
 
 }  // namespace dflash::attention

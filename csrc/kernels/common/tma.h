@@ -99,6 +99,11 @@ __device__ __forceinline__ void store_cluster_float4(uint32_t address, const flo
                : "memory");
 }
 
+__device__ __forceinline__ void store_cluster_float2(uint32_t address, float x, float y) {
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};\n" ::"r"(address), "f"(x), "f"(y)
+               : "memory");
+}
+
 __device__ __forceinline__ void load_shared_float4(float (&v)[4], uint32_t address) {
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];\n"
                : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
