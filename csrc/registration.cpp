@@ -152,6 +152,11 @@ STABLE_TORCH_LIBRARY(dflash, m) {
   // The weight is read as early as linear's.
   m.def("linear_silu_mul(Tensor x, Tensor weight, Tensor(a!) output) -> ()");
 
+  // output = silu(gate) * up of linear_fp8's products, both rounded as linear_fp8's; weight and scale have 8 rows of gate
+  // and 8 of up in turns (dflash.ops.linear_silu_mul_fp8.in_turns), I % 8 is 0. One kernel where linear_fp8 streams, with
+  // the bits of linear_fp8 and silu_mul; else these two.
+  m.def("linear_silu_mul_fp8(Tensor x, Tensor weight, Tensor scale, Tensor(a!) output) -> ()");
+
   // output = silu(gate) * up, gate_up [T, 2 * I] = gate then up.
   m.def("silu_mul(Tensor gate_up, Tensor(a!) output) -> ()");
 }

@@ -5,7 +5,7 @@
 
 Microseconds a product in a CUDA graph of products over weights rotated past the L2, median of the replays, both
 kinds in one process by turns. The floor is the weight's bytes at 4.3 TB/s or the multiplications at 790 TFLOP/s.
-`fp8` is the same product with e4m3 weights (linear_fp8), half the bytes; a head has none.
+`fp8` is the same product with e4m3 weights (linear_fp8), half the bytes, of gate_up with SwiGLU; a head has none.
 `plan` is what `linear_plan` says: [rows, warpgroups, splits], nothing where the library serves.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 
 import torch
 from benchmarks import report
@@ -22,6 +23,7 @@ from benchmarks.timing import captured, median_us
 from dflash.ops.linear import linear, linear_plan
 from dflash.ops.linear_fp8 import linear_fp8, pack_fp8, quantize_fp8
 from dflash.ops.linear_silu_mul import linear_silu_mul
+from dflash.ops.linear_silu_mul_fp8 import linear_silu_mul_fp8
 from dflash.ops.silu_mul import silu_mul
 
 LAYER = {
@@ -46,9 +48,19 @@ MAX_COPIES = 24
 GRAPH_US = 1500
 
 
-def fp8_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    rounded, scale = quantize_fp8(weight)
-    return pack_fp8(rounded), scale
+def fp8_products(
+    name: str, weights: list[torch.Tensor], x: torch.Tensor, y: torch.Tensor, count: int
+) -> list[Callable[[], torch.Tensor]]:
+    """The products with e4m3 weights, twice as many copies of half the size."""
+    packed = []
+    for weight in [*weights, *(weight.flip(0) for weight in weights)]:
+        rounded, scale = quantize_fp8(weight)
+        packed.append((pack_fp8(rounded), scale))
+    turns = [packed[i % len(packed)] for i in range(count)]
+    if name.endswith("gate_up"):
+        half = y[:, : y.shape[1] // 2].contiguous()
+        return [lambda w=w: linear_silu_mul_fp8(x, *w, half) for w in turns]
+    return [lambda w=w: linear_fp8(x, *w, None, y) for w in turns]
 
 
 def measure(name: str, outputs: int, size: int, rows: int, replays: int) -> dict:
@@ -70,10 +82,7 @@ def measure(name: str, outputs: int, size: int, rows: int, replays: int) -> dict
             [lambda w=w: silu_mul(torch.mm(x, w.T, out=y), half) for w in turns]
         )
     if not name.endswith("head"):
-        # More copies: they are half as large.
-        fp8 = [fp8_weight(w) for w in weights] + [fp8_weight(w.flip(0)) for w in weights]
-        turns_of_fp8 = [fp8[i % len(fp8)] for i in range(len(turns))]
-        graphs["fp8_us"] = captured([lambda w=w: linear_fp8(x, *w, None, y) for w in turns_of_fp8])
+        graphs["fp8_us"] = captured(fp8_products(name, weights, x, y, len(turns)))
     times = median_us(graphs, len(turns), replays)
     return {
         "matrix": name,

@@ -288,6 +288,15 @@ inline void linear_silu_mul(const at::Tensor& x, const at::Tensor& weight, at::T
   return op.call(x, weight, output);
 }
 
+// output = silu(gate) * up of linear_fp8's products, both rounded as linear_fp8's; weight and scale have 8 rows of gate
+// and 8 of up in turns (dflash.ops.linear_silu_mul_fp8.in_turns), I % 8 is 0. One kernel where linear_fp8 streams, with
+// the bits of linear_fp8 and silu_mul; else these two.
+inline void linear_silu_mul_fp8(const at::Tensor& x, const at::Tensor& weight,
+                                const at::Tensor& scale, at::Tensor output) {
+  static const auto op = detail::find<decltype(linear_silu_mul_fp8)>("dflash::linear_silu_mul_fp8");
+  return op.call(x, weight, scale, output);
+}
+
 // output = silu(gate) * up, gate_up [T, 2 * I] = gate then up.
 inline void silu_mul(const at::Tensor& gate_up, at::Tensor output) {
   static const auto op = detail::find<decltype(silu_mul)>("dflash::silu_mul");

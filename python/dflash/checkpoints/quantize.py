@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -11,6 +10,7 @@ import torch
 from dflash.checkpoints.config import DraftConfig
 from dflash.checkpoints.weights import DraftWeights, Fp8Matrix, LayerWeights, Matrix
 from dflash.ops.linear_fp8 import pack_fp8, quantize_fp8
+from dflash.ops.linear_silu_mul_fp8 import TURN, in_turns
 
 
 def quantize_draft(config: DraftConfig, weights: DraftWeights) -> DraftWeights:
@@ -24,7 +24,7 @@ def quantize_draft(config: DraftConfig, weights: DraftWeights) -> DraftWeights:
     quantized = replace(
         weights,
         fc=_quantized(weights.fc),
-        layers=[_with_matrices(layer, _quantized) for layer in weights.layers],
+        layers=[_quantized_layer(layer) for layer in weights.layers],
         kv_proj=kv_proj,
     )
     if kv_proj.is_cuda:
@@ -32,13 +32,13 @@ def quantize_draft(config: DraftConfig, weights: DraftWeights) -> DraftWeights:
     return quantized
 
 
-def _with_matrices(layer: LayerWeights, convert: Callable[[Matrix], Matrix]) -> LayerWeights:
+def _quantized_layer(layer: LayerWeights) -> LayerWeights:
     return replace(
         layer,
-        qkv_proj=convert(layer.qkv_proj),
-        o_proj=convert(layer.o_proj),
-        gate_up_proj=convert(layer.gate_up_proj),
-        down_proj=convert(layer.down_proj),
+        qkv_proj=_quantized(layer.qkv_proj),
+        o_proj=_quantized(layer.o_proj),
+        gate_up_proj=_quantized_gate_up(layer.gate_up_proj),
+        down_proj=_quantized(layer.down_proj),
     )
 
 
@@ -50,3 +50,10 @@ def _whole(matrix: Matrix) -> torch.Tensor:
 def _quantized(matrix: Matrix) -> Fp8Matrix:
     rounded, scale = quantize_fp8(_whole(matrix))
     return Fp8Matrix(pack_fp8(rounded), scale)
+
+
+def _quantized_gate_up(matrix: Matrix) -> Fp8Matrix:
+    gate_up = _whole(matrix)
+    if gate_up.shape[0] % (2 * TURN) != 0:
+        return _quantized(gate_up)
+    return replace(_quantized(in_turns(gate_up)), in_turns=True)

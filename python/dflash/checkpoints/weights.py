@@ -50,10 +50,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Fp8Matrix:
-    """A matrix [M, K] of bytes, see ops/linear_fp8.py."""
+    """A matrix [M, K] of bytes, see ops/linear_fp8.py; in_turns: of gate and up, see ops/linear_silu_mul_fp8.py."""
 
     weight: torch.Tensor  # float8_e4m3fn [ceil(M / 64), ceil(K / 64), 4096], packed
     scale: torch.Tensor  # float32 [M]
+    in_turns: bool = False
 
 
 Matrix: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...] | Fp8Matrix

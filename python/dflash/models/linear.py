@@ -12,6 +12,7 @@ from dflash.log import log_once
 from dflash.ops import linear as op
 from dflash.ops import linear_fp8 as fp8_op
 from dflash.ops import linear_silu_mul as fused_op
+from dflash.ops import linear_silu_mul_fp8 as fused_fp8_op
 from dflash.ops.lm_head_sample import lm_head_sample_plan
 from dflash.ops.silu_mul import silu_mul
 
@@ -35,7 +36,7 @@ def linear(
     """
     assert not isinstance(bias, Fp8Matrix)
     if isinstance(weight, Fp8Matrix):
-        assert not isinstance(bias, tuple)
+        assert not isinstance(bias, tuple) and not weight.in_turns
         return fp8_op.linear_fp8(x, weight.weight, weight.scale, bias, output)
     if isinstance(weight, tuple):
         assert bias is None or isinstance(bias, tuple)
@@ -50,6 +51,8 @@ def linear(
 
 def linear_silu_mul(x: torch.Tensor, weight: Matrix, tile_rows: int | None = None) -> torch.Tensor:
     """silu(gate) * up [T, I] of [gate, up] = x [T, K] @ weight [2 * I, K]^T; the rest as in `linear`."""
+    if isinstance(weight, Fp8Matrix) and weight.in_turns:
+        return fused_fp8_op.linear_silu_mul_fp8(x, weight.weight, weight.scale)
     if not isinstance(weight, torch.Tensor):
         return silu_mul(linear(x, weight, None, tile_rows))
     output = x.new_empty(x.shape[0], weight.shape[0] // 2)

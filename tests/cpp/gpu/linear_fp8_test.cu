@@ -9,6 +9,8 @@
 #include "../typed.h"
 #include "device_place.h"
 #include "kernels/common/overlap.h"
+#include "kernels/linear_silu_mul_fp8.h"
+#include "kernels/silu_mul.h"
 
 namespace dflash::test {
 namespace {
@@ -164,6 +166,33 @@ TYPED_TEST(LinearFp8Kernel, RefusesWhatItCannotStream) {
   EXPECT_EQ(launch_linear_fp8(bad, nullptr), cudaErrorInvalidValue);
   bad = good, bad.dtype = DType::kFloat32;
   EXPECT_EQ(launch_linear_fp8(bad, nullptr), cudaErrorInvalidValue);
+}
+
+TYPED_TEST(LinearFp8Kernel, FusedHasTheBitsOfLinearAndSiluMul) {
+  for (int64_t num_rows : {1, 16, 29, 64, 128, 140}) {
+    for (int64_t num_outputs : {8, 72, 64 * 67}) {
+      for (int64_t size : {72, 1160}) {
+        Fp8Batch<TypeParam> batch(num_rows, 2 * num_outputs, size, 0);
+        DevicePlace place;
+        const LinearFp8Params p = batch.params(place, false);
+        ASSERT_EQ(launch_linear_fp8(p, nullptr), cudaSuccess);
+        std::vector<TypeParam> two_ops = typed<TypeParam>(
+            std::vector<float>(num_rows * num_outputs, 5)), fused = two_ops;
+        // 8 of gate and 8 of up in turns are rows of 16.
+        const SiluMulParams silu{p.output, place(two_ops), num_rows * num_outputs / 8, 8, 16, 8,
+                                 p.dtype};
+        ASSERT_EQ(launch_silu_mul(silu, nullptr), cudaSuccess);
+        LinearFp8Params q = p;
+        q.output = place(fused), q.output_stride = num_outputs;
+        ASSERT_EQ(launch_linear_silu_mul_fp8(q, nullptr), cudaSuccess);
+        place.copy_back();
+        EXPECT_EQ(floats(fused), floats(two_ops)) << num_rows << " " << num_outputs << " " << size;
+      }
+    }
+  }
+  Fp8Batch<TypeParam> batch(1, 24, 64, 0);
+  DevicePlace place;
+  EXPECT_EQ(launch_linear_silu_mul_fp8(batch.params(place, false), nullptr), cudaErrorInvalidValue);
 }
 
 TYPED_TEST(LinearFp8Kernel, UnpacksSomeRows) {
