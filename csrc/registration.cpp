@@ -22,7 +22,8 @@ STABLE_TORCH_LIBRARY(dflash, m) {
   // Context rows and query block of the drafter, from the verified rows. Row t of request r is valid when it lies
   // before query_start_loc[r + 1] - num_rejected[r]; an invalid row gets position 0 and slot -1. The query block is
   // [bonus, mask x N] right after the last valid position; the bonus is last_sampled where num_sampled > 0, else
-  // next_prefill_tokens. With sample_from_anchor the block has N rows and row 0 is sampled too.
+  // next_prefill_tokens. With sample_from_anchor the block has N rows and row 0 is sampled too. The outputs may have
+  // room for more requests than the batch: those are padded. next_prefill_tokens and query_input_ids: int64 or int32.
   m.def(
       "build_query(Tensor target_positions, Tensor query_start_loc, Tensor num_sampled, Tensor num_rejected, "
       "Tensor last_sampled, Tensor next_prefill_tokens, Tensor idx_mapping, Tensor[] block_tables, "
@@ -106,13 +107,14 @@ STABLE_TORCH_LIBRARY(dflash, m) {
   // A draft id outside the vocabulary (-1) ends the block: the next token is drawn as after full acceptance.
   // temperature 0: accept while d == argmax. Else by method: "match" (sample every row, accept while equal),
   // "standard" and "block" (against draft_logits, absent = one-hot), "synthetic" (accept with synthetic_rates[i]).
-  // target_tokens, what each row samples (lm_head_sample), may stand in place of target_logits for temperature 0, "match"
-  // and "synthetic". Commits at most tokens_left and stops after a token of stop_token_ids ([S, K], or [K] for all).
+  // target_tokens, what each row samples (lm_head_sample), may stand in place of target_logits for the methods "match" and
+  // "synthetic"; at temperature 0 every method is "match". Commits at most tokens_left and stops after a token of stop_token_ids ([S, K], or [K] for all).
   // sampled_token_ids is -1 past num_sampled; num_rejected = rows - num_sampled.
   m.def(
       "rejection_sample(Tensor? target_logits, Tensor? target_tokens, Tensor logits_start_loc, "
       "Tensor logits_positions, Tensor idx_mapping, Tensor draft_tokens, Tensor num_draft_tokens, "
-      "Tensor? draft_logits, Tensor temperatures, Tensor seeds, Tensor tokens_left, Tensor? stop_token_ids, str method, int vocab_size, Tensor? synthetic_rates, "
+      "Tensor? draft_logits, Tensor temperatures, Tensor seeds, Tensor tokens_left, Tensor? stop_token_ids, "
+      "str method, int vocab_size, Tensor? synthetic_rates, "
       "Tensor(a!) sampled_token_ids, Tensor(b!) num_sampled, Tensor(c!) num_rejected) -> ()");
 
   // Commit what was sampled to the state: seq_lens += num_sampled, last_sampled, tokens_left -= num_sampled, finished

@@ -14,7 +14,7 @@ constexpr int kThreads = 128;
 
 // Context rows, then query rows, then the last offset.
 __host__ __device__ int64_t num_items(const BuildQueryParams& p) {
-  return p.num_context_rows + static_cast<int64_t>(p.num_reqs) * p.num_query_per_req + 1;
+  return p.num_context_rows + static_cast<int64_t>(p.num_output_reqs) * p.num_query_per_req + 1;
 }
 
 __global__ void __launch_bounds__(kThreads)

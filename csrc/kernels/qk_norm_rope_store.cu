@@ -29,22 +29,23 @@ __global__ void __launch_bounds__(kThreads)
   float* scratch = reinterpret_cast<float*>(shared) + group * p.head_dim;
 
   const T* x = static_cast<const T*>(p.qkv) + row * p.qkv_stride + head * p.head_dim;
+  const int64_t position = p.positions[row], slot = p.slot_mapping[row];
   if (head < p.num_heads) {
     const Head<T> q{x, nullptr, static_cast<const T*>(p.q_norm_weight), p.head_dim, p.eps};
     T* out = static_cast<T*>(p.query) + row * p.query_row_stride + head * p.query_head_stride;
-    norm_rope_store<kN, kLanes>(q, p.rope, p.positions[row], 1.0f, scratch, out);
+    norm_rope_store<kN, kLanes>(q, p.rope, position, 1.0f, scratch, out);
     return;
   }
-  const int64_t slot = p.slot_mapping[row];
-  if (slot < 0) return;
   const int kv_head = head - p.num_heads;
   if (kv_head < p.num_kv_heads) {
     const Head<T> k{x, nullptr, static_cast<const T*>(p.k_norm_weight), p.head_dim, p.eps};
-    Cache* out = cache_head<Cache>(p.key_cache, p.kv_block_size, slot, kv_head);
+    Cache* out =
+        slot < 0 ? nullptr : cache_head<Cache>(p.key_cache, p.kv_block_size, slot, kv_head);
     const float scale = p.k_scale == nullptr ? 1.0f : *p.k_scale;
-    norm_rope_store<kN, kLanes>(k, p.rope, p.positions[row], scale, scratch, out);
+    norm_rope_store<kN, kLanes>(k, p.rope, position, scale, scratch, out);
     return;
   }
+  if (slot < 0) return;
   const Head<T> v{x, nullptr, nullptr, p.head_dim, p.eps};
   Cache* out = cache_head<Cache>(p.value_cache, p.kv_block_size, slot, kv_head - p.num_kv_heads);
   scale_store<kN, kLanes>(v, p.value_scale, p.v_scale == nullptr ? 1.0f : *p.v_scale, out);

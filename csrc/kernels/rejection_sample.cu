@@ -368,7 +368,7 @@ struct Finish {
 
 __global__ void __launch_bounds__(kRequestThreads)
     finish_kernel(const __grid_constant__ Finish f) {
-  extern __shared__ uint32_t choices[];  // [max_rows]
+  extern __shared__ int64_t choices[];  // [max_rows]
   wait_for_predecessor();
   const RejectionSampleParams& p = f.p;
   const Scratch& s = f.s;
@@ -392,7 +392,7 @@ __global__ void __launch_bounds__(kRequestThreads)
   }
   for (int i = warp; i <= r.num_drafts; i += kRequestWarps) {
     const int64_t token = choice(i);
-    if (threadIdx.x % 32 == 0) choices[i] = static_cast<uint32_t>(token);
+    if (threadIdx.x % 32 == 0) choices[i] = token;
   }
   __syncthreads();
   if (warp != 0) return;
@@ -428,7 +428,7 @@ cudaError_t launch_rejection_sample(const RejectionSampleParams& params, cudaStr
   }
   const cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return error;
-  return launch_overlapped(finish_kernel, dim3(req_blocks), kRequestThreads, row_bytes, stream,
+  return launch_overlapped(finish_kernel, dim3(req_blocks), kRequestThreads, 2 * row_bytes, stream,
                            Finish{params, s});
 }
 

@@ -13,6 +13,13 @@ void check_count(size_t count, const char* name, size_t expected) {
                   count);
 }
 
+// int64, or int32 as some runtimes keep ids.
+TokenIds token_ids(const Tensor& ids, const char* name, int64_t count, const Tensor& device_of) {
+  const bool is_int32 = ids.scalar_type() == ScalarType::Int;
+  check_tensor(ids, name, {count}, is_int32 ? ScalarType::Int : ScalarType::Long, device_of);
+  return TokenIds{data_ptr<void>(ids), is_int32};
+}
+
 // "name[i]" for messages about an element of a list.
 std::string element(const char* name, size_t i) {
   return std::string(name) + "[" + std::to_string(i) + "]";
@@ -28,7 +35,8 @@ void set_groups(BuildQueryParams& params, const TensorList& block_tables,
   check_count(context_slot_mappings.size(), "context_slot_mappings", num_groups);
   check_count(query_slot_mappings.size(), "query_slot_mappings", num_groups);
 
-  const int64_t num_query_rows = static_cast<int64_t>(params.num_reqs) * params.num_query_per_req;
+  const int64_t num_query_rows =
+      static_cast<int64_t>(params.num_output_reqs) * params.num_query_per_req;
   params.num_groups = static_cast<int32_t>(num_groups);
   for (size_t g = 0; g < num_groups; ++g) {
     check_tensor(block_tables[g], element("block_tables", g).c_str(), {params.num_reqs, -1},
@@ -65,24 +73,24 @@ void build_query(const Tensor& target_positions, const Tensor& query_start_loc,
   check_tensor(query_start_loc, "query_start_loc", {num_reqs + 1}, ScalarType::Int, idx_mapping);
   check_tensor(num_sampled, "num_sampled", {num_reqs}, ScalarType::Int, idx_mapping);
   check_tensor(num_rejected, "num_rejected", {num_reqs}, ScalarType::Int, idx_mapping);
-  check_tensor(next_prefill_tokens, "next_prefill_tokens", {num_states}, ScalarType::Long,
-               idx_mapping);
   check_positive_int32(num_speculative_tokens, "num_speculative_tokens");
   check_positive_int32(max_model_len, "max_model_len");
 
   const int64_t num_query_per_req = num_speculative_tokens + (sample_from_anchor ? 0 : 1);
   check_row_count(num_query_per_req, "num_query_per_req");
-  const int64_t num_query_rows = num_reqs * num_query_per_req;
-  const int64_t num_sample_rows = num_reqs * num_speculative_tokens;
+  check_tensor(query_seq_lens, "query_seq_lens", {-1}, ScalarType::Int, idx_mapping);
+  const int64_t num_output_reqs = query_seq_lens.size(0);
+  STD_TORCH_CHECK(num_output_reqs >= num_reqs, "query_seq_lens: expected at least ", num_reqs,
+                  " requests, got ", num_output_reqs);
+  const int64_t num_query_rows = num_output_reqs * num_query_per_req;
+  const int64_t num_sample_rows = num_output_reqs * num_speculative_tokens;
   check_row_count(num_context_rows, "target_positions");
-  check_row_count(num_query_rows, "num_reqs * num_query_per_req");
+  check_row_count(num_query_rows, "query_seq_lens * num_query_per_req");
   check_tensor(context_positions, "context_positions", {num_context_rows}, ScalarType::Long,
                idx_mapping);
-  check_tensor(query_input_ids, "query_input_ids", {num_query_rows}, ScalarType::Long, idx_mapping);
   check_tensor(query_positions, "query_positions", {num_query_rows}, ScalarType::Long, idx_mapping);
-  check_tensor(query_seq_lens, "query_seq_lens", {num_reqs}, ScalarType::Int, idx_mapping);
-  check_tensor(draft_query_start_loc, "draft_query_start_loc", {num_reqs + 1}, ScalarType::Int,
-               idx_mapping);
+  check_tensor(draft_query_start_loc, "draft_query_start_loc", {num_output_reqs + 1},
+               ScalarType::Int, idx_mapping);
   check_tensor(sample_rows, "sample_rows", {num_sample_rows}, ScalarType::Long, idx_mapping);
   check_tensor(sample_positions, "sample_positions", {num_sample_rows}, ScalarType::Long,
                idx_mapping);
@@ -95,17 +103,20 @@ void build_query(const Tensor& target_positions, const Tensor& query_start_loc,
   params.num_sampled = data_ptr<const int32_t>(num_sampled);
   params.num_rejected = data_ptr<const int32_t>(num_rejected);
   params.last_sampled = data_ptr<const int64_t>(last_sampled);
-  params.next_prefill_tokens = data_ptr<const int64_t>(next_prefill_tokens);
+  params.next_prefill_tokens =
+      token_ids(next_prefill_tokens, "next_prefill_tokens", num_states, idx_mapping);
   params.idx_mapping = data_ptr<const int32_t>(idx_mapping);
   params.num_context_rows = static_cast<int32_t>(num_context_rows);
   params.num_reqs = static_cast<int32_t>(num_reqs);
+  params.num_output_reqs = static_cast<int32_t>(num_output_reqs);
   params.num_speculative_tokens = static_cast<int32_t>(num_speculative_tokens);
   params.num_query_per_req = static_cast<int32_t>(num_query_per_req);
   params.mask_token_id = mask_token_id;
   params.max_model_len = static_cast<int32_t>(max_model_len);
   params.sample_from_anchor = sample_from_anchor;
   params.context_positions = data_ptr<int64_t>(context_positions);
-  params.query_input_ids = data_ptr<int64_t>(query_input_ids);
+  params.query_input_ids =
+      token_ids(query_input_ids, "query_input_ids", num_query_rows, idx_mapping);
   params.query_positions = data_ptr<int64_t>(query_positions);
   params.query_seq_lens = data_ptr<int32_t>(query_seq_lens);
   params.draft_query_start_loc = data_ptr<int32_t>(draft_query_start_loc);

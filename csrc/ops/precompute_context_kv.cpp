@@ -96,7 +96,7 @@ Tensor norm(const Tensor& hidden_states, const Tensor& weight, double eps) {
 
 // The GEMM, the rest and the store in one kernel, where that serves. hidden_norm stays ahead of it:
 // the GEMM asks for its first weights while the norm still runs, and reads rows that are rounded.
-bool project(const PrecomputeContextKvParams& params, const Tensor& context) {
+bool try_project(const PrecomputeContextKvParams& params, const Tensor& context) {
 #ifdef DFLASH_CUDA
   const bool is_hopper = device_properties(context.get_device_index()).major == 9;
   if (!is_hopper || !can_project_context_kv(params)) return false;
@@ -166,7 +166,7 @@ void precompute_context_kv(const Tensor& hidden_states,
                                     data_ptr<const int64_t>(slot_mappings[layer_groups[l]]),
                                     key_caches[l].size(1)};
   }
-  if (project(params, context)) return;
+  if (try_project(params, context)) return;
   // [T, L * 2 * num_kv_heads * D]: K and V of all layers before bias, norm and RoPE.
   const Tensor kv =
       torch::stable::matmul(context, torch::stable::transpose(kv_weight, 0, 1));

@@ -117,9 +117,12 @@ struct QueryBatch {
   Int32s kv_block_sizes;
   int num_columns, num_draft, mask_token_id, max_model_len;
   bool sample_from_anchor;
+  int num_padded = 0;  // requests of the outputs past the batch
   Int64s context_positions;
   std::vector<Int64s> context_slot_mappings;
   Int64s query_input_ids, query_positions;
+  Int32s query_input_ids_int32;  // in their place where ids_are_int32
+  bool ids_are_int32 = false;
   std::vector<Int64s> query_slot_mappings;
   Int32s query_seq_lens, draft_query_start_loc;
   Int64s sample_rows, sample_positions;
@@ -128,10 +131,12 @@ struct QueryBatch {
   int num_query_per_req() const { return num_draft + (sample_from_anchor ? 0 : 1); }
 
   void allocate_outputs() {
-    const size_t num_reqs = idx_mapping.size(), num_rows = num_reqs * num_query_per_req();
+    const size_t num_reqs = idx_mapping.size() + num_padded;
+    const size_t num_rows = num_reqs * num_query_per_req();
     context_positions = Int64s(target_positions.size(), kPoison);
     context_slot_mappings.assign(block_tables.size(), context_positions);
     query_input_ids = query_positions = Int64s(num_rows, kPoison);
+    query_input_ids_int32 = Int32s(num_rows, kPoison);
     query_slot_mappings.assign(block_tables.size(), query_positions);
     query_seq_lens = Int32s(num_reqs, kPoison);
     draft_query_start_loc = Int32s(num_reqs + 1, kPoison);
@@ -178,10 +183,11 @@ struct QueryBatch {
     p.num_sampled = place(num_sampled);
     p.num_rejected = place(num_rejected);
     p.last_sampled = place(last_sampled);
-    p.next_prefill_tokens = place(next_prefill_tokens);
+    p.next_prefill_tokens = TokenIds{place(next_prefill_tokens), false};
     p.idx_mapping = place(idx_mapping);
     p.num_context_rows = static_cast<int32_t>(target_positions.size());
     p.num_reqs = static_cast<int32_t>(idx_mapping.size());
+    p.num_output_reqs = static_cast<int32_t>(query_seq_lens.size());
     p.num_speculative_tokens = num_draft;
     p.num_query_per_req = num_query_per_req();
     p.mask_token_id = mask_token_id;
@@ -194,7 +200,8 @@ struct QueryBatch {
                   place(context_slot_mappings[g]), place(query_slot_mappings[g])};
     }
     p.context_positions = place(context_positions);
-    p.query_input_ids = place(query_input_ids);
+    p.query_input_ids = ids_are_int32 ? TokenIds{place(query_input_ids_int32), true}
+                                      : TokenIds{place(query_input_ids), false};
     p.query_positions = place(query_positions);
     p.query_seq_lens = place(query_seq_lens);
     p.draft_query_start_loc = place(draft_query_start_loc);

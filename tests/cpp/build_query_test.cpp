@@ -72,6 +72,18 @@ TEST(BuildQuery, TailOfTheBucketIsPadding) {
   EXPECT_EQ(b.query_positions, (Int64s{11, 12, 13}));
 }
 
+TEST(BuildQuery, OutputsPastTheBatchArePaddedAndIdsMayBeInt32) {
+  QueryBatch batch = one_request({10, 11}, 0);
+  batch.num_padded = 2;
+  batch.ids_are_int32 = true;
+  const QueryBatch b = run(batch);
+  EXPECT_EQ(b.query_input_ids_int32, (Int32s{99, 123, 123, 0, 0, 0, 0, 0, 0}));
+  EXPECT_EQ(b.query_slot_mappings[0], (Int64s{32, 33, 34, -1, -1, -1, -1, -1, -1}));
+  EXPECT_EQ(b.query_seq_lens, (Int32s{15, 0, 0}));
+  EXPECT_EQ(b.draft_query_start_loc, (Int32s{0, 3, 6, 9}));
+  EXPECT_EQ(b.sample_idx_mapping, (Int32s{1, 1, -1, -1, -1, -1}));
+}
+
 TEST(BuildQuery, PromptAsLongAsMaxModelLen) {
   QueryBatch batch = one_request({15}, 0);
   batch.max_model_len = 16;

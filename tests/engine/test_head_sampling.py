@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from dflash import SamplingParams
 from dflash.engine import step as step_module
+from dflash.engine.buffers import Variant
 from dflash.speculators import buffers
 from tests.engine.conftest import NUM_TOKENS, PROMPTS
 from tests.support import engine
@@ -56,9 +59,33 @@ def test_tokens_are_those_of_the_logits(name, strict, target, draft, answers, mo
     assert generate(llm, CASES[name]) == expected and not sampled
     llm.core._step.target.rows_sampled_in_head = 128
     assert generate(llm, CASES[name]) == expected
-    assert sampled or name in ("logprobs", "processed")
+    assert sampled or name in ("logprobs", "processed")  # their own batches do not: see below
     if name == "greedy":
         assert expected == answers
+
+
+@pytest.mark.parametrize(
+    "variant,num_rows,method,expected",
+    [
+        (Variant(), 128, "standard", True),
+        (Variant(), 129, "match", False),
+        (Variant(), 0, "match", False),
+        (Variant(num_logprobs=0), 8, "match", False),
+        (Variant(True, is_plain=True), 8, "match", True),
+        (Variant(True, is_plain=True), 8, "synthetic", True),
+        (Variant(True, is_plain=True), 8, "standard", False),
+        (Variant(True, is_plain=True), 8, "block", False),
+        (Variant(True, is_plain=False), 8, "match", False),
+        (Variant(True, num_logprobs=2, is_plain=True), 8, "match", False),
+    ],
+)
+def test_which_batches_the_head_samples(variant, num_rows, method, expected, target, draft):
+    step = make(target, draft).core._step
+    step.method, step.target.rows_sampled_in_head = method, 128
+    batch = SimpleNamespace(variant=variant, num_rows=num_rows, logits_rows=None)
+    assert step.samples_in_head(batch) == expected
+    step.target.rows_sampled_in_head = 0
+    assert not step.samples_in_head(batch)
 
 
 def test_only_as_many_rows_as_the_head_takes(target, draft, answers, monkeypatch):

@@ -19,7 +19,7 @@ HEADS, D, BLOCKS, BLOCK = 2, 64, 6, 16
 def impl(**changes):
     served = dict(
         attn_type="decoder", sliding_window=(-1, -1), head_size=D, kv_cache_dtype="auto", alibi_slopes=None,
-        logits_soft_cap=0, sinks=None, dcp_world_size=1, scale=D**-0.5,
+        logits_soft_cap=0, sinks=None, dcp_world_size=1, scale=D**-0.5, batch_invariant_enabled=False,
     )  # fmt: skip
     return SimpleNamespace(**(served | changes))
 
@@ -46,6 +46,7 @@ def metadata(**changes):
         ({"kv_cache_dtype": "fp8"}, "a cache of fp8"),
         ({"logits_soft_cap": 30.0}, "logits_soft_cap"),
         ({"sinks": torch.zeros(4)}, "sinks"),
+        ({"batch_invariant_enabled": True}, "batch invariance"),
         ({"dcp_world_size": 2}, "context parallelism"),
     ],
 )

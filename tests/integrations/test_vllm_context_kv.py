@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Context K/V and draft sampling under vLLM, on small stand-ins for its objects."""
+"""Context K/V under vLLM, on small stand-ins for its objects."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dflash.integrations.vllm import context_kv, sampling
+from dflash.integrations.vllm import context_kv
 from dflash.log import _seen
 from dflash.ops.precompute_context_kv import precompute_context_kv_reference
 
@@ -116,6 +116,21 @@ def test_a_cache_that_vllm_binds_anew_is_the_one_written(rows):
     torch.testing.assert_close([layer.kv_cache for layer in old], first)
 
 
+def test_a_larger_cache_at_the_old_address_is_seen(rows):
+    """A profile's small caches are freed, and the real ones may start where they did."""
+    states, positions, slots = rows
+    model, store = Model(), fused()
+    backing = [layer.kv_cache for layer in model._attn_layers]
+    for layer, whole in zip(model._attn_layers, backing, strict=True):
+        layer.kv_cache = whole[:3]
+    store(model, states, positions, slots[0].clamp(max=47))
+    for layer, whole in zip(model._attn_layers, backing, strict=True):
+        layer.kv_cache = whole.zero_()
+    store(model, states, positions, slots[1])  # slots past the small cache
+    expected = expected_caches(model, states, positions, [slots[1]] * LAYERS)
+    torch.testing.assert_close(model.caches, expected, rtol=1e-4, atol=1e-4)
+
+
 class OwnProjection(Model):
     def _project_context_kv(self):
         raise AssertionError
@@ -149,65 +164,18 @@ def test_what_is_not_served_goes_the_original_way(rows, left):
 
 def test_nothing_that_graphs_share_is_made_during_a_capture(rows, monkeypatch, caplog):
     states, positions, slots = rows
-    model, store, speculator = Model(), fused(), Speculator()
-    for module in (context_kv, sampling):
-        monkeypatch.setattr(module, "is_capturing", lambda tensor: True)
+    model, store = Model(), fused()
+    monkeypatch.setattr(context_kv, "is_capturing", lambda tensor: True)
     _seen.clear()
     with caplog.at_level("WARNING", "dflash"):
         store(model, states, positions, slots[0])
-        tokens = sampling.argmax(speculator, speculator.logits)
-    assert model.original_calls == 1 and caplog.text.count("is left in a graph captured") == 2
-    assert torch.equal(tokens, speculator.logits.argmax(-1))
-    assert "_dflash_sampling" not in vars(speculator) and "_dflash_plan" not in vars(model)
+    assert model.original_calls == 1 and "is left in a graph captured" in caplog.text
+    assert "_dflash_plan" not in vars(model)
     monkeypatch.undo()
     store(model, states, positions, slots[0])  # the warm-up before a capture
-    sampling.argmax(speculator, speculator.logits)
-    for module in (context_kv, sampling):
-        monkeypatch.setattr(module, "is_capturing", lambda tensor: True)
+    monkeypatch.setattr(context_kv, "is_capturing", lambda tensor: True)
     before = model.caches
     store(model, states, positions, slots[1])
     assert model.original_calls == 1 and any(
         a.ne(b).any() for a, b in zip(model.caches, before, strict=True)
     )
-
-
-class Speculator(SimpleNamespace):
-    def __init__(self, **changes):
-        logits = torch.randn(12, 100)
-        logits[3, 7] = logits[3, 50] = 9.0
-        super().__init__(
-            use_local_argmax_reduction=False, acceptance_estimator=None, max_num_reqs=4, num_speculative_steps=3,
-            logits=logits, model=SimpleNamespace(compute_logits=lambda hidden: logits[: len(hidden)]),
-            compute_draft_logits=lambda hidden, step: logits[: len(hidden)], **changes,
-        )  # fmt: skip
-
-
-def forwarded(self, *args, **kwargs):
-    return "vLLM's"
-
-
-@pytest.mark.parametrize("rows", [0, 5, 12])
-def test_draft_tokens_are_the_first_maxima(rows):
-    speculator, hidden = Speculator(), torch.zeros(rows, 8)
-    expected = speculator.logits[:rows].argmax(-1)
-    old = sampling.with_one_kernel(forwarded)
-    new = sampling.without_logits_record(forwarded)
-    for _ in range(2):
-        assert torch.equal(old(speculator, hidden), expected)
-        assert torch.equal(new(speculator, hidden, 1, 2, 3, 4, 5, None, num_steps=3), expected)
-    assert torch.equal(
-        sampling.argmax(speculator, torch.randn(40, 9).fill_(1.0)), torch.zeros(40).long()
-    )
-
-
-def test_other_ways_to_sample_stay_vllms():
-    hidden, record = torch.zeros(3, 8), torch.zeros(1)
-    old, new = sampling.with_one_kernel(forwarded), sampling.without_logits_record(forwarded)
-    local = Speculator()
-    local.use_local_argmax_reduction = True
-    assert old(local, hidden) == new(local, hidden, 1, 2, 3, 4, 5, None) == "vLLM's"
-    estimating = Speculator()
-    estimating.acceptance_estimator = object()
-    assert new(estimating, hidden, 1, 2, 3, 4, 5, None) == "vLLM's"
-    assert new(Speculator(), hidden, 1, 2, 3, 4, 5, record) == "vLLM's"
-    assert new(Speculator(), hidden, draft_logits=record) == "vLLM's"

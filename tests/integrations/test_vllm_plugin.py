@@ -74,7 +74,9 @@ def test_a_part_is_taken_over_only_where_every_source_is_known(root, installed):
     taken, left = plugin.install(root, "1.0", [known])
     assert (taken, left) == ([], ["the part: not the source we know: peer.model:other"])
     taken, left = plugin.install(root, "1.1", [known])
-    assert taken == [] and "vLLM 1.1 (known: 1.0)" in left[0]
+    assert taken == [] and "vLLM 1.1 is not known, only 1.0" in left[0]
+    decided = Part("the part", known.versions, left={"1.2": "slower"})
+    assert plugin.install(root, "1.2", [decided]) == ([], ["the part: slower"])
     assert installed == ["install"]
 
 
@@ -107,7 +109,7 @@ def test_the_plugin_is_off_unless_asked_for(monkeypatch, root, installed, caplog
         monkeypatch.setattr(_library, "cuda_library_error", None)
         plugin.register()
         plugin.register()
-    assert caplog.text.count("taken over: the part; left: input preparation") == 1
+    assert caplog.text.count("taken over: the part; left: Gumbel sampling") == 1
 
 
 def test_vllm_starts_whatever_fails(monkeypatch, caplog):
@@ -126,7 +128,7 @@ def test_the_entry_point_and_the_parts_exist():
     )
     assert getattr(importlib.import_module(entry[1]), entry[2]) is plugin.register
     for known in PARTS:
-        assert list(known.versions) == ["0.26.0", "0.33.0"]
+        assert [*known.versions, *known.left] == ["0.26.0", "0.33.0"]
         for version in known.versions.values():
             module, _, function = version.install.partition(":")
             assert callable(getattr(importlib.import_module(module), function))

@@ -218,6 +218,37 @@ def test_padding_and_tail_of_a_bucket(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("anchor", [False, True])
+@pytest.mark.parametrize("num_padded", [0, 1, 123])
+def test_outputs_with_room_for_more_requests_and_int32_ids(device, num_padded, anchor):
+    """A runtime with one size of buffers and ids in int32 copies nothing."""
+    sizes = ([16, 1], 7, 100, anchor, 12, 3)
+    for num_reqs in (0, 5):
+        batch = random_batch(torch.Generator().manual_seed(2), num_reqs, num_reqs, *sizes)
+        batch["next_prefill_tokens"] = batch["next_prefill_tokens"].int()
+        expected = build_query_reference(**batch, num_output_reqs=num_reqs + num_padded)
+        expected = expected._replace(query_input_ids=expected.query_input_ids.int())
+        rows, check_guards = guarded_like(expected, device)
+        build_query(**on(device, batch), **rows._asdict())
+        assert_fields_equal(rows, expected)
+        check_guards()
+        assert rows.query_seq_lens[num_reqs:].tolist() == [0] * num_padded
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_outputs_for_fewer_requests_are_refused(device):
+    batch = one_request([10, 11], 0, [[9, 3]], [10])
+    rows = poisoned_like(build_query_reference(**batch), device)
+    rows = rows._replace(query_seq_lens=rows.query_seq_lens[:0])
+    with pytest.raises(RuntimeError, match="query_seq_lens: expected at least 1 requests, got 0"):
+        build_query(**on(device, batch), **rows._asdict())
+    rows = poisoned_like(build_query_reference(**batch), device)
+    rows = rows._replace(query_input_ids=rows.query_input_ids.short())
+    with pytest.raises(RuntimeError, match="query_input_ids: expected int64, got int16"):
+        build_query(**on(device, batch), **rows._asdict())
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("positions,num_rejected", [([10, 11], 2), ([], 0), ([10, 11], 5)])
 def test_a_request_without_a_valid_row_is_padded(device, positions, num_rejected):
     """Nothing is read before its first row, even in row 0 of the batch."""

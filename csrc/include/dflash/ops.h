@@ -49,7 +49,8 @@ inline void build_verify(const at::Tensor& idx_mapping, const at::Tensor& seq_le
 // Context rows and query block of the drafter, from the verified rows. Row t of request r is valid when it lies
 // before query_start_loc[r + 1] - num_rejected[r]; an invalid row gets position 0 and slot -1. The query block is
 // [bonus, mask x N] right after the last valid position; the bonus is last_sampled where num_sampled > 0, else
-// next_prefill_tokens. With sample_from_anchor the block has N rows and row 0 is sampled too.
+// next_prefill_tokens. With sample_from_anchor the block has N rows and row 0 is sampled too. The outputs may have
+// room for more requests than the batch: those are padded. next_prefill_tokens and query_input_ids: int64 or int32.
 inline void build_query(const at::Tensor& target_positions, const at::Tensor& query_start_loc,
                         const at::Tensor& num_sampled, const at::Tensor& num_rejected,
                         const at::Tensor& last_sampled, const at::Tensor& next_prefill_tokens,
@@ -206,8 +207,8 @@ inline void process_logits(const at::Tensor& logits, const at::Tensor& logits_st
 // A draft id outside the vocabulary (-1) ends the block: the next token is drawn as after full acceptance.
 // temperature 0: accept while d == argmax. Else by method: "match" (sample every row, accept while equal),
 // "standard" and "block" (against draft_logits, absent = one-hot), "synthetic" (accept with synthetic_rates[i]).
-// target_tokens, what each row samples (lm_head_sample), may stand in place of target_logits for temperature 0, "match"
-// and "synthetic". Commits at most tokens_left and stops after a token of stop_token_ids ([S, K], or [K] for all).
+// target_tokens, what each row samples (lm_head_sample), may stand in place of target_logits for the methods "match" and
+// "synthetic"; at temperature 0 every method is "match". Commits at most tokens_left and stops after a token of stop_token_ids ([S, K], or [K] for all).
 // sampled_token_ids is -1 past num_sampled; num_rejected = rows - num_sampled.
 inline void rejection_sample(const std::optional<at::Tensor>& target_logits,
                              const std::optional<at::Tensor>& target_tokens,

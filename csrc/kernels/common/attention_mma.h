@@ -339,7 +339,7 @@ __global__ void __launch_bounds__(kThreads, ctas_per_sm(kWgmma))
     __syncthreads();
     return store_results<T, D, L>(p, plan, w, smem, warp_row, rows, acc);
   }
-  cluster_arrive_relaxed();
+  cluster_arrive_release();
   cluster_wait_acquire();  // the stages of all CTAs are free
   send_results<L, D>(plan, smem, rank * L::kWarpsN + warp_n, warp_row, rows, acc);
   __syncwarp();

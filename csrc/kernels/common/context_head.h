@@ -16,7 +16,7 @@ __device__ __forceinline__ void store_context_head(const PrecomputeContextKvPara
   const int l = column / (2 * p.num_kv_heads);
   const bool is_key = column / p.num_kv_heads % 2 == 0;
   const ContextLayer& layer = p.layers[l];
-  const int64_t slot = layer.slot_mapping[row];
+  const int64_t slot = layer.slot_mapping[row], position = p.positions[row];
   if (slot < 0) return;
 
   const T* bias = static_cast<const T*>(p.kv_bias);
@@ -32,7 +32,7 @@ __device__ __forceinline__ void store_context_head(const PrecomputeContextKvPara
   }
   const float scale = p.k_scales == nullptr ? 1.0f : p.k_scales[l];
   Cache* out = cache_head<Cache>(layer.key_cache, layer.kv_block_size, slot, head);
-  norm_rope_store<kN, kLanes>(kv, p.rope, p.positions[row], scale, scratch, out);
+  norm_rope_store<kN, kLanes>(kv, p.rope, position, scale, scratch, out);
 }
 
 // Whether heads can be moved in 16-byte steps.

@@ -61,59 +61,85 @@ __device__ __forceinline__ void store_head(const float* x, float scale, Out* out
   store_vec<kN>(out, v);
 }
 
-// Elements i .. i + kN of the head, rotated into y. A chunk never straddles a half: the launcher
+// Cosines and sines of kN elements; interleaved pairs share theirs.
+template <int kN>
+struct Angles {
+  float cosine[kN], sine[kN];
+};
+
+// Of elements i .. i + kN; nothing past rotary_dim. A chunk never straddles a half: the launcher
 // sees to it.
 template <int kN>
-__device__ __forceinline__ void rotate_neox(const float* head, const float* cos_sin, int half,
-                                            int i, float* y) {
+__device__ __forceinline__ void load_angles(const RopeTable& rope, const float* cos_sin, int i,
+                                            Angles<kN>& angles) {
+  if (i >= rope.rotary_dim) return;
+  const int half = rope.rotary_dim / 2;
+  if (rope.is_neox) {
+    const int column = i >= half ? i - half : i;
+    load_floats<kN>(cos_sin + column, angles.cosine);
+    load_floats<kN>(cos_sin + half + column, angles.sine);
+    return;
+  }
+  constexpr int kPairs = kN == 1 ? 1 : kN / 2;
+  load_floats<kPairs>(cos_sin + i / 2, angles.cosine);
+  load_floats<kPairs>(cos_sin + half + i / 2, angles.sine);
+}
+
+// Elements i .. i + kN of the head, rotated into y.
+template <int kN>
+__device__ __forceinline__ void rotate_neox(const float* head, int half, int i,
+                                            const Angles<kN>& angles, float* y) {
   const bool upper = i >= half;
-  const int column = upper ? i - half : i;
-  float x[kN], partner[kN], cosine[kN], sine[kN];
+  float x[kN], partner[kN];
   load_floats<kN>(head + i, x);
-  load_floats<kN>(head + (upper ? column : i + half), partner);
-  load_floats<kN>(cos_sin + column, cosine);
-  load_floats<kN>(cos_sin + half + column, sine);
+  load_floats<kN>(head + (upper ? i - half : i + half), partner);
 #pragma unroll
   for (int j = 0; j < kN; ++j) {
-    y[j] = x[j] * cosine[j] + (upper ? partner[j] : -partner[j]) * sine[j];
+    y[j] = x[j] * angles.cosine[j] + (upper ? partner[j] : -partner[j]) * angles.sine[j];
   }
 }
 
 template <int kN>
-__device__ __forceinline__ void rotate_interleaved(const float* head, const float* cos_sin,
-                                                   int half, int i, float* y) {
+__device__ __forceinline__ void rotate_interleaved(const float* head, int i,
+                                                   const Angles<kN>& angles, float* y) {
   if constexpr (kN == 1) {
     const float partner = head[i ^ 1];
-    y[0] = head[i] * cos_sin[i / 2] + (i % 2 ? partner : -partner) * cos_sin[half + i / 2];
+    y[0] = head[i] * angles.cosine[0] + (i % 2 ? partner : -partner) * angles.sine[0];
   } else {
-    float x[kN], cosine[kN / 2], sine[kN / 2];
+    float x[kN];
     load_floats<kN>(head + i, x);
-    load_floats<kN / 2>(cos_sin + i / 2, cosine);
-    load_floats<kN / 2>(cos_sin + half + i / 2, sine);
 #pragma unroll
     for (int j = 0; j < kN; j += 2) {
-      y[j] = x[j] * cosine[j / 2] - x[j + 1] * sine[j / 2];
-      y[j + 1] = x[j + 1] * cosine[j / 2] + x[j] * sine[j / 2];
+      const float cosine = angles.cosine[j / 2], sine = angles.sine[j / 2];
+      y[j] = x[j] * cosine - x[j + 1] * sine;
+      y[j + 1] = x[j + 1] * cosine + x[j] * sine;
     }
   }
 }
 
 template <int kN>
-__device__ __forceinline__ void rotate(const float* head, const float* cos_sin,
-                                       const RopeTable& rope, int i, float* y) {
+__device__ __forceinline__ void rotate(const float* head, const RopeTable& rope, int i,
+                                       const Angles<kN>& angles, float* y) {
   if (i >= rope.rotary_dim) return load_floats<kN>(head + i, y);
-  if (rope.is_neox) return rotate_neox<kN>(head, cos_sin, rope.rotary_dim / 2, i, y);
-  rotate_interleaved<kN>(head, cos_sin, rope.rotary_dim / 2, i, y);
+  if (rope.is_neox) return rotate_neox<kN>(head, rope.rotary_dim / 2, i, angles, y);
+  rotate_interleaved<kN>(head, i, angles, y);
 }
 
-// RMSNorm (with a weight), RoPE at `position`, store. `scratch` holds head.size floats of this
-// group.
+// RMSNorm (with a weight), RoPE at `position`, store where there is a place (out). `scratch` holds
+// head.size floats of this group. What the first chunk needs is asked for at once.
 template <int kN, int kLanes, typename T, typename Out>
 __device__ __forceinline__ void norm_rope_store(const Head<T>& head, const RopeTable& rope,
                                                 int64_t position, float scale, float* scratch,
                                                 Out* out) {
   const unsigned group = lane_group_mask<kLanes>();
   const int first = threadIdx.x % kLanes * kN;
+  const float* cos_sin = rope.cos_sin + position * rope.stride;
+  Angles<kN> angles;
+  Vec<T, kN> weight;
+  if (first < head.size) {
+    load_angles<kN>(rope, cos_sin, first, angles);
+    if (head.weight != nullptr) weight = load_vec<kN>(head.weight + first);
+  }
   float x[kN];
   float sum = 0.0f;
   for (int i = first; i < head.size; i += kLanes * kN) {
@@ -126,7 +152,7 @@ __device__ __forceinline__ void norm_rope_store(const Head<T>& head, const RopeT
     const float mean = lane_group_sum<kLanes>(sum, group) / static_cast<float>(head.size);
     const float inverse = 1.0f / sqrtf(mean + head.eps);
     for (int i = first; i < head.size; i += kLanes * kN) {
-      const Vec<T, kN> weight = load_vec<kN>(head.weight + i);
+      if (i != first) weight = load_vec<kN>(head.weight + i);
       load_floats<kN>(scratch + i, x);
 #pragma unroll
       for (int j = 0; j < kN; ++j) x[j] *= inverse * to_float(weight.x[j]);
@@ -134,9 +160,10 @@ __device__ __forceinline__ void norm_rope_store(const Head<T>& head, const RopeT
     }
   }
   __syncwarp(group);
-  const float* cos_sin = rope.cos_sin + position * rope.stride;
+  if (out == nullptr) return;
   for (int i = first; i < head.size; i += kLanes * kN) {
-    rotate<kN>(scratch, cos_sin, rope, i, x);
+    if (i != first) load_angles<kN>(rope, cos_sin, i, angles);
+    rotate<kN>(scratch, rope, i, angles, x);
     store_head<kN>(x, scale, out + i);
   }
 }

@@ -6,6 +6,16 @@
 
 namespace dflash {
 
+DFLASH_HOST_DEVICE int64_t token_at(const TokenIds& ids, int32_t i) {
+  if (ids.is_int32) return static_cast<const int32_t*>(ids.data)[i];
+  return static_cast<const int64_t*>(ids.data)[i];
+}
+
+DFLASH_HOST_DEVICE void set_token(const TokenIds& ids, int32_t i, int64_t token) {
+  if (ids.is_int32) static_cast<int32_t*>(ids.data)[i] = static_cast<int32_t>(token);
+  else static_cast<int64_t*>(ids.data)[i] = token;
+}
+
 // The last request that starts at or before `row`, -1 for none: the owner of every row before
 // query_start_loc[R].
 DFLASH_HOST_DEVICE int32_t request_of_row(const int32_t* query_start_loc, int32_t num_reqs,
@@ -48,18 +58,23 @@ DFLASH_HOST_DEVICE void build_sample_row(const BuildQueryParams& p, int32_t row,
   p.sample_idx_mapping[j] = state;
 }
 
-// Row `row` of 0..R * num_query_per_req: one more than there are, for the last offset.
+// The state row of request r, -1 where it is padded: past the batch, by its map, or because no valid
+// row of it gives a position to continue from.
+DFLASH_HOST_DEVICE int32_t state_of(const BuildQueryParams& p, int32_t r) {
+  if (r >= p.num_reqs || valid_end(p, r) <= p.query_start_loc[r]) return -1;
+  return p.idx_mapping[r];
+}
+
+// Row `row` of 0..P * num_query_per_req: one more than there are, for the last offset.
 DFLASH_HOST_DEVICE void build_query_row(const BuildQueryParams& p, int32_t row) {
   const int32_t r = row / p.num_query_per_req;
   const int32_t offset = row % p.num_query_per_req;
   if (offset == 0) p.draft_query_start_loc[r] = row;
-  if (r == p.num_reqs) return;
+  if (r == p.num_output_reqs) return;
 
-  // A request with no valid row has no position to continue from: it is padded here.
-  const int32_t end = valid_end(p, r);
-  const int32_t state = end > p.query_start_loc[r] ? p.idx_mapping[r] : -1;
+  const int32_t state = state_of(p, r);
   if (state < 0) {
-    p.query_input_ids[row] = 0;
+    set_token(p.query_input_ids, row, 0);
     p.query_positions[row] = 0;
     for (int g = 0; g < p.num_groups; ++g) p.groups[g].query_slot_mapping[row] = -1;
     if (offset == 0) p.query_seq_lens[r] = 0;
@@ -67,10 +82,11 @@ DFLASH_HOST_DEVICE void build_query_row(const BuildQueryParams& p, int32_t row) 
     return;
   }
 
-  const int64_t anchor = p.target_positions[end - 1] + 1;
+  const int64_t anchor = p.target_positions[valid_end(p, r) - 1] + 1;
   const int64_t position = anchor + offset;
-  const int64_t bonus = p.num_sampled[r] > 0 ? p.last_sampled[state] : p.next_prefill_tokens[state];
-  p.query_input_ids[row] = offset == 0 ? bonus : p.mask_token_id;
+  const int64_t bonus =
+      p.num_sampled[r] > 0 ? p.last_sampled[state] : token_at(p.next_prefill_tokens, state);
+  set_token(p.query_input_ids, row, offset == 0 ? bonus : p.mask_token_id);
   p.query_positions[row] = clamp_position(position, p.max_model_len);
   for (int g = 0; g < p.num_groups; ++g) {
     const KvGroup& group = p.groups[g];

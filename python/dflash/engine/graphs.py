@@ -112,7 +112,7 @@ class GraphRunner:
 
     def decode(self, batch: Batch) -> Flow:
         """One iteration of a padded batch."""
-        captured = self.captured.get((batch.num_reqs, self.step.processes_logits(batch)))
+        captured = self.captured.get((batch.num_reqs, self.step.needs_all_logits(batch)))
         if captured is None:
             return self.step.decode(batch)
         with torch.inference_mode():

@@ -138,27 +138,25 @@ def profile_memory(
         free, total = torch.cuda.mem_get_info(device)
         others = max(0, total - free - held)
     q = num_query_per_req
-    logits = _logits_bytes(args.max_num_seqs, q, target, speculator)
+    is_captured = device.type != "cpu" and not args.enforce_eager
+    num_logits = args.max_num_seqs * q * target.lm_head.shape[0]
+    head_output = num_logits * logits_dtype(target.lm_head).itemsize
+    sampled = num_logits * 4  # as process_logits leaves them, and the drafts'
+    sampled += speculator.logits_bytes(args.max_num_seqs) if speculator else 0
+    logprobs = num_logits * 4
     # All graphs share the memory of the largest one's intermediate tensors; each has its nodes.
-    graphs = logits + max(_activation_bytes(model, args.max_num_seqs * q) for model in models)
+    graphs = sampled + max(_activation_bytes(model, args.max_num_seqs * q) for model in models)
     graphs += GRAPH_BYTES * 2 * len(request_buckets(args.max_num_seqs))
     return MemoryProfile(
         limit=int(total * (args.gpu_memory_utilization - ALLOCATOR_SLACK)),
         others=others,
         weights=weights,
         buffers=held - weights - workspaces,
-        logits=logits,
+        logits=sampled + logprobs + (0 if is_captured else head_output),  # there it is a buffer
         activations=max(_activation_bytes(model, max_rows) for model in models),
         workspaces=workspaces,
-        graphs=0 if args.enforce_eager or device.type == "cpu" else graphs,
+        graphs=graphs if is_captured else 0,
     )
-
-
-def _logits_bytes(max_reqs: int, q: int, target: Target, speculator: Speculator | None) -> int:
-    """The head's output, its processed copy in fp32 and the log-probabilities of those who ask."""
-    rows, vocab = max_reqs * q, target.lm_head.shape[0]
-    size = rows * vocab * (logits_dtype(target.lm_head).itemsize + 2 * 4)
-    return size if speculator is None else size + speculator.logits_bytes(max_reqs)
 
 
 def _activation_bytes(model: Target | Drafter, rows: int) -> int:

@@ -64,7 +64,8 @@ class Step:
         vocab_size: columns of the target's logits that are tokens.
         method: how sampled requests accept: match, standard, block or synthetic.
         synthetic_rates: float32 [N], for method "synthetic".
-        raw_logits: [rows, V] of the largest batch, where all graphs leave the head's output; None allocates it anew.
+        raw_logits: [rows, V] of the largest batch, where all graphs that make logits leave the head's output; None
+            allocates it anew.
     """
 
     target: Target
@@ -118,8 +119,8 @@ class Step:
             variant.is_plain and self.method in ("match", "synthetic")
         )
 
-    def processes_logits(self, batch: Batch) -> bool:
-        """Which of a bucket's two graphs serves: where the head samples, the other one has all the logits."""
+    def needs_all_logits(self, batch: Batch) -> bool:
+        """Which of a bucket's two graphs serves: one has what any request may ask for, the other what greedy needs."""
         if self.samples_in_head(batch):
             return False
         variant, fits = batch.variant, batch.num_rows <= self.target.rows_sampled_in_head

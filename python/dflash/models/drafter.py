@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from dflash.attention.spec import AttentionBatch
 from dflash.checkpoints.config import DraftConfig
 from dflash.checkpoints.weights import DraftWeights, Matrix
+from dflash.log import log_once
 from dflash.models.decoder import Decoder, DecoderSettings
 from dflash.models.linear import linear, logits_dtype
 from dflash.ops.precompute_context_kv import precompute_context_kv
@@ -42,6 +43,11 @@ class Drafter:
         if kv_weight is None:
             kv_weight = torch.cat([self._kv_rows(layer.qkv_proj) for layer in weights.layers])
         self.kv_weight = kv_weight
+        if self.kv_weight.is_cuda and config.decoder.head_dim not in (64, 128):
+            log_once(
+                f"context K/V: heads of {config.decoder.head_dim} take a GEMM and a kernel that stores, those of 64 "
+                "and 128 one kernel for few rows"
+            )
         self.kv_bias = self._stack([layer.qkv_bias for layer in weights.layers], self._kv_rows)
         self.k_norms = self._stack([layer.k_norm for layer in weights.layers], lambda w: w[None])
 

@@ -51,8 +51,8 @@ def build_query(
     Row t of request r is valid when t < query_start_loc[r + 1] - num_rejected[r]: it keeps its
     position and gets a slot in every K/V group. The query block [bonus, mask x N] of Q rows starts
     right after the last valid position. Q = N + 1, or N with sample_from_anchor. A slot is -1 past
-    max_model_len, past the table and in the null block (0). A request is padded when its map is -1
-    or none of its rows is valid.
+    max_model_len, past the table and in the null block (0). A request is padded when its map is -1,
+    when none of its rows is valid, or past the batch: the outputs have P >= R requests.
 
     Args:
         target_positions: [T] int64; rows from query_start_loc[R] on are a bucket's tail.
@@ -60,7 +60,8 @@ def build_query(
         num_sampled: [R] int32, tokens committed; 0 after a partial prefill chunk.
         num_rejected: [R] int32, rows at the end of the request that do not count.
         last_sampled: [S] int64, the bonus where num_sampled > 0.
-        next_prefill_tokens: [S] int64, the prompt token after the chunk, the bonus elsewhere.
+        next_prefill_tokens: [S] int64 or int32, the prompt token after the chunk, the bonus
+            elsewhere.
         idx_mapping: [R] int32, batch row -> state row; -1 = padded request (inert).
         block_tables: for each K/V group (1 to 8) [R, columns] int32 in batch order, any row stride.
         kv_block_sizes: slots of a block, for each group.
@@ -70,16 +71,16 @@ def build_query(
         sample_from_anchor: the block has N rows, and row j predicts the position after its own.
         context_positions: output, [T] int64; 0 in rejected, padded and tail rows.
         context_slot_mappings: outputs, [T] int64 for each group; -1 = not stored.
-        query_input_ids: output, [R * Q] int64: the bonus, then masks; 0 in padded rows.
-        query_positions: output, [R * Q] int64, clamped to max_model_len - 1; 0 in padded rows.
-        query_slot_mappings: outputs, [R * Q] int64 for each group; -1 = not stored.
-        query_seq_lens: output, [R] int32: min(last valid position + 1 + Q, max_model_len); 0 for a
+        query_input_ids: output, [P * Q] int64 or int32: the bonus, then masks; 0 in padded rows.
+        query_positions: output, [P * Q] int64, clamped to max_model_len - 1; 0 in padded rows.
+        query_slot_mappings: outputs, [P * Q] int64 for each group; -1 = not stored.
+        query_seq_lens: output, [P] int32: min(last valid position + 1 + Q, max_model_len); 0 for a
             padded request.
-        draft_query_start_loc: output, [R + 1] int32: r * Q, padded requests included.
-        sample_rows: output, [R * N] int64: the query row to sample from, also in padded requests.
-        sample_positions: output, [R * N] int64: the position of the token predicted, not clamped
+        draft_query_start_loc: output, [P + 1] int32: r * Q, padded requests included.
+        sample_rows: output, [P * N] int64: the query row to sample from, also in padded requests.
+        sample_positions: output, [P * N] int64: the position of the token predicted, not clamped
             (it keys the noise); 0 in padded rows.
-        sample_idx_mapping: output, [R * N] int32: the state row; -1 in padded rows.
+        sample_idx_mapping: output, [P * N] int32: the state row; -1 in padded rows.
     """
     torch.ops.dflash.build_query(
         target_positions,
@@ -151,9 +152,10 @@ def build_query_reference(
     mask_token_id: int,
     max_model_len: int,
     sample_from_anchor: bool,
+    num_output_reqs: int | None = None,
 ) -> QueryRows:
     """The same in plain Python, request by request, over a padded bucket; never serves."""
-    num_reqs, num_groups = len(idx_mapping), len(block_tables)
+    num_reqs, num_groups = num_output_reqs or len(idx_mapping), len(block_tables)
     num_query = num_speculative_tokens + (0 if sample_from_anchor else 1)
     sampled_rows = range(0 if sample_from_anchor else 1, num_query)
     starts, rejected = query_start_loc.tolist(), num_rejected.tolist()

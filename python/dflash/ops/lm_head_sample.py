@@ -6,6 +6,9 @@ import torch
 from dflash.ops import noise_reference
 from dflash.ops.sample_draft import first_argmax, sample_draft_reference
 
+MAX_SAMPLED_ROWS = 128
+"""Rows a call that may sample in the head's GEMM, where lm_head_sample_plan names one."""
+
 
 def lm_head_sample(
     hidden_states: torch.Tensor,

@@ -16,6 +16,7 @@ void expect_kernel_equals_twin(const QueryBatch& batch) {
   EXPECT_EQ(host.context_positions, device.context_positions);
   EXPECT_EQ(host.context_slot_mappings, device.context_slot_mappings);
   EXPECT_EQ(host.query_input_ids, device.query_input_ids);
+  EXPECT_EQ(host.query_input_ids_int32, device.query_input_ids_int32);
   EXPECT_EQ(host.query_positions, device.query_positions);
   EXPECT_EQ(host.query_slot_mappings, device.query_slot_mappings);
   EXPECT_EQ(host.query_seq_lens, device.query_seq_lens);
@@ -34,6 +35,14 @@ TEST(BuildQueryKernel, EqualsTwin) {
       expect_kernel_equals_twin(QueryBatch::random(300, 300, 7, kv_block_sizes, anchor, 16, 100));
     }
   }
+}
+
+TEST(BuildQueryKernel, PadsPastTheBatchAndWritesInt32) {
+  QueryBatch batch = QueryBatch::random(5, 4, 7, {16, 1}, false, 60, 3);
+  batch.num_padded = 123;
+  batch.ids_are_int32 = true;
+  batch.allocate_outputs();
+  expect_kernel_equals_twin(batch);
 }
 
 }  // namespace

@@ -22,7 +22,8 @@ struct HeadBatch {
   std::vector<int64_t> positions, seeds, d2t, tokens;
   std::vector<int32_t> states, start_loc;
 
-  // Draft rows on states of their own, every fifth padded; or verified rows: requests of 3.
+  // Draft rows on states of their own, every fifth padded; or verified rows: requests of 3. Rows of
+  // nobody are NaN.
   HeadBatch(int64_t num_rows, int64_t vocab_size, int64_t size, bool verified, bool reduced)
       : num_rows(num_rows), vocab_size(vocab_size), size(size), stride(size + 8) {
     UniformValues random(17);
@@ -37,7 +38,11 @@ struct HeadBatch {
       seeds.push_back(i * 123456789 - 5);
       temperatures.push_back(i % 3 == 0 ? 0.0f : 0.4f * static_cast<float>(i % 3));
     }
-    const int64_t num_reqs = verified ? (num_rows + 2) / 3 : num_rows;
+    const int64_t req_rows = verified ? 3 : 1, num_reqs = (num_rows + req_rows - 1) / req_rows;
+    for (int64_t i = 0; i < num_rows; ++i) {
+      if (i / req_rows % 5 == 4)
+        std::fill_n(hidden.begin() + i * stride, stride, from_float<T>(std::nanf("")));
+    }
     for (int64_t i = 0; i < num_reqs; ++i)
       states.push_back(i % 5 == 4 ? -1 : static_cast<int32_t>(num_reqs - 1 - i));
     for (int64_t i = 0; verified && i <= num_reqs; ++i)
@@ -150,7 +155,7 @@ TYPED_TEST(LmHeadSampleKernel, ReadsWhatWasWritten) {
   for (bool verified : {false, true}) {
     const HeadBatch<TypeParam> batch(29, 8999, 72, verified, false);
     const std::vector<int64_t> expected = run(batch, true);
-    for (int late = 0; late < 5; ++late) {
+    for (int late = 0; late < (verified ? 6 : 5); ++late) {
       HeadBatch<TypeParam> b = batch, source = batch;
       DevicePlace place;
       LmHeadSampleParams p = b.params(place, true);
@@ -161,7 +166,8 @@ TYPED_TEST(LmHeadSampleKernel, ReadsWhatWasWritten) {
       if (late == 1) write_late(place, p.sample.sample_positions, source.positions, 0xff);
       if (late == 2) write_late(place, p.sample.sample_idx_mapping, source.states, 0xff);
       if (late == 3) write_late(place, p.sample.temperatures, source.temperatures, 0);
-      if (late == 4 && verified)
+      if (late == 4) write_late(place, p.sample.seeds, source.seeds, 0);
+      if (late == 5)
         write_late(place, p.sample.logits_start_loc, source.start_loc, 0);
       ASSERT_EQ(launch_lm_head_sample(p, nullptr), cudaSuccess);
       place.copy_back();

@@ -3,7 +3,8 @@
 
 vLLM calls `register` in every process. A part is taken over only where each function it replaces or relies on has the
 source that we know (known.py); what was taken over and what was left is said once. Draft attention is an attention
-backend: it serves where speculative_config names it, {"attention_backend": "CUSTOM"}.
+backend: it serves where speculative_config names it, {"attention_backend": "CUSTOM"}. Input preparation and sampling
+are those of the second model runner (VLLM_USE_V2_MODEL_RUNNER), context K/V and attention serve both.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from pathlib import Path
 
 from dflash import _library
 from dflash.integrations.vllm.known import PARTS, Part
-from dflash.integrations.vllm.sources import find_vllm, unknown_functions
+from dflash.integrations.vllm.sources import find_vllm, reason_to_leave
 from dflash.log import log_once
 
 SWITCH = "DFLASH_VLLM"
-LEFT = ("input preparation: vLLM's is one kernel already",)
+LEFT = ("Gumbel sampling of drafts: vLLM accepts them by its own noise and record",)
 
 
 def register() -> None:
@@ -46,9 +47,9 @@ def install(root: Path, version: str, parts: Iterable[Part] = PARTS) -> tuple[li
     """Takes over the parts whose functions are known; names of those, and of the others with the reason."""
     taken, left = [], []
     for part in parts:
-        unknown = unknown_functions(root, version, part)
-        if unknown:
-            left.append(f"{part.name}: not the source we know: {', '.join(unknown)}")
+        reason = reason_to_leave(root, version, part)
+        if reason is not None:
+            left.append(f"{part.name}: {reason}")
             continue
         module, _, function = part.versions[version].install.partition(":")
         try:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from dflash.integrations.vllm.known import PARTS
-from dflash.integrations.vllm.sources import source_hash, unknown_functions
+from dflash.integrations.vllm.sources import reason_to_leave, source_hash
 
 
 def main() -> None:
@@ -15,10 +15,8 @@ def main() -> None:
     (info,) = root.glob("vllm-*.dist-info")
     version = info.name.removesuffix(".dist-info").partition("-")[2].partition("+")[0]
     for part in PARTS:
-        unknown = unknown_functions(root, version, part)
-        print(
-            f"{version}: {part.name}: {'left: ' + ', '.join(unknown) if unknown else 'taken over'}"
-        )
+        reason = reason_to_leave(root, version, part)
+        print(f"{version}: {part.name}: {'taken over' if reason is None else 'left: ' + reason}")
         if "--hashes" not in sys.argv:
             continue
         for function in {name: 0 for known in part.versions.values() for name in known.functions}:

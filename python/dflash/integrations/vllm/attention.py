@@ -43,6 +43,8 @@ def layer_refusal(impl: Any, decoder: Any) -> str | None:
         value = getattr(impl, name)
         if value is not None and (isinstance(value, torch.Tensor) or value):
             return name
+    if impl.batch_invariant_enabled:  # the number of splits follows the batch
+        return "batch invariance"
     return "context parallelism" if impl.dcp_world_size > 1 else None
 
 

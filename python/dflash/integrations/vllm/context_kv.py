@@ -37,7 +37,7 @@ class Plan:
     value_scale: float
     key_caches: list[torch.Tensor]
     value_caches: list[torch.Tensor]
-    storages: list[int]  # where the caches are
+    places: list[tuple[int, int]]  # address and blocks of each cache
 
 
 def with_fused_store(
@@ -101,9 +101,9 @@ def _plan(
     model: Any, states: torch.Tensor, model_class: type, cache_update: Callable[..., None]
 ) -> Plan | None:
     """The model's plan, made anew when its caches have moved; None where it is not served."""
-    storages = [attn.kv_cache.data_ptr() for attn in model._attn_layers]
+    places = [(a.kv_cache.data_ptr(), a.kv_cache.shape[0]) for a in model._attn_layers]
     plan = model.__dict__.get("_dflash_plan")
-    if plan is not None and plan.storages == storages:
+    if plan is not None and plan.places == places:
         return plan
     if is_capturing(states):  # what graphs read must not be made inside one
         log_once("vLLM: context K/V is left in a graph captured before its first eager step")
@@ -121,7 +121,7 @@ def _plan(
         1.0 if scale is None else float(scale),
         list(keys),
         list(values),
-        storages,
+        places,
     )
     model.__dict__["_dflash_plan"] = plan
     return plan

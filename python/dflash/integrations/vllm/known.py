@@ -6,12 +6,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _MODEL = "vllm.model_executor.models.qwen3_dflash:DFlashQwen3"
 _FLASH = "vllm.v1.attention.backends.flash_attn:FlashAttention"
 _DRAFT = "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator"
 _DFLASH = "vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator"
+_INPUTS = "vllm.v1.worker.gpu.spec_decode.dflash.speculator"
+_LOGITS = "vllm.model_executor.layers.logits_processor:LogitsProcessor"
+_HEAD = "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod"
 _REGISTRY = "vllm.v1.attention.backends.registry"
 _OURS = "dflash.integrations.vllm"
 
@@ -30,9 +33,28 @@ class Part:
 
     name: str
     versions: dict[str, Version]
+    left: dict[str, str] = field(default_factory=dict)  # versions that we leave, and why
 
 
 PARTS = (
+    Part(
+        "input preparation",
+        {
+            "0.26.0": Version(
+                f"{_OURS}.inputs:install",
+                {
+                    f"{_INPUTS}:prepare_dflash_inputs": "f640ad4e771535aa",
+                    f"{_INPUTS}:_prepare_dflash_inputs_kernel": "93b7c57d4fb78cfa",
+                    f"{_DFLASH}.propose": "b82fcff527068b42",
+                    "vllm.v1.worker.gpu.input_batch:InputBuffers": "42c3692e4797df8b",
+                    "vllm.v1.worker.gpu.block_table:BlockTables": "f100baf05b8d9aee",
+                },
+            ),
+        },
+        left={
+            "0.33.0": "vLLM's kernel copies temperatures and seeds too and marks padding: one launch, not four",
+        },
+    ),
     Part(
         "context K/V",
         {
@@ -70,6 +92,10 @@ PARTS = (
                     f"{_DRAFT}.sample_draft": "a31478e3be0d9409",
                     f"{_DFLASH}._generate_draft": "78dfa8f9f0b2251c",
                     f"{_MODEL}ForCausalLM.compute_logits": "15c65c6344572863",
+                    f"{_LOGITS}.forward": "623ff66badcde8e6",
+                    f"{_LOGITS}._get_logits": "95dae45791d870e5",
+                    f"{_LOGITS}._apply_head": "6f8281e5a6818d5d",
+                    f"{_HEAD}.apply": "a4b103119d9814b6",
                 },
             ),
             "0.33.0": Version(
@@ -80,6 +106,10 @@ PARTS = (
                     f"{_DRAFT}._maybe_predict_acceptance": "86ccc79075b034de",
                     f"{_DFLASH}._generate_draft": "67185d678dc885ed",
                     f"{_MODEL}ForCausalLM.compute_logits": "15c65c6344572863",
+                    f"{_LOGITS}.forward": "85b544ca3eff53d3",
+                    f"{_LOGITS}._get_logits": "9556236747c98a0f",
+                    f"{_LOGITS}._apply_head": "8c6519d221de62f8",
+                    f"{_HEAD}.apply": "6689f7ddddbbf43b",
                 },
             ),
         },

@@ -49,11 +49,13 @@ def source_hash(root: Path, function: str) -> str | None:
     return hashlib.sha256(source.encode()).hexdigest()[:16]
 
 
-def unknown_functions(root: Path, version: str, part: Part) -> list[str]:
-    """Functions of the part whose source in `root` is not that of this version of vLLM."""
+def reason_to_leave(root: Path, version: str, part: Part) -> str | None:
+    """Why the part of this version of vLLM in `root` is not taken over; None where it is."""
+    if version in part.left:
+        return part.left[version]
     known = part.versions.get(version)
     if known is None:
-        return [f"vLLM {version} (known: {', '.join(part.versions)})"]
-    return [
-        name for name, expected in known.functions.items() if source_hash(root, name) != expected
-    ]
+        return f"vLLM {version} is not known, only {', '.join(part.versions)}"
+    functions = known.functions.items()
+    unknown = [name for name, expected in functions if source_hash(root, name) != expected]
+    return f"not the source we know: {', '.join(unknown)}" if unknown else None
