@@ -108,8 +108,8 @@ STABLE_TORCH_LIBRARY(dflash, m) {
   // temperature 0: accept while d == argmax. Else by method: "match" (sample every row, accept while equal),
   // "standard" and "block" (against draft_logits, absent = one-hot), "synthetic" (accept with synthetic_rates[i]).
   // target_tokens, what each row samples (lm_head_sample), may stand in place of target_logits for the methods "match" and
-  // "synthetic"; at temperature 0 every method is "match". Commits at most tokens_left and stops after a token of stop_token_ids ([S, K], or [K] for all).
-  // sampled_token_ids is -1 past num_sampled; num_rejected = rows - num_sampled.
+  // "synthetic"; at temperature 0 every method is "match". Commits at most tokens_left and stops after a token of
+  // stop_token_ids ([S, K], or [K] for all). sampled_token_ids is -1 past num_sampled; num_rejected = rows - num_sampled.
   m.def(
       "rejection_sample(Tensor? target_logits, Tensor? target_tokens, Tensor logits_start_loc, "
       "Tensor logits_positions, Tensor idx_mapping, Tensor draft_tokens, Tensor num_draft_tokens, "

@@ -302,6 +302,8 @@ def main() -> None:
         for row in figures[pair]:
             print(line(row))
     print(report.write("vllm_plugin", figures, args.out))
+    if not all(run["same"] for run in figures.get("demo", [])):
+        raise SystemExit("the plugin changed answers or acceptance")
 
 
 if __name__ == "__main__":

@@ -33,12 +33,15 @@ echo "build: $((SECONDS - started)) s"
 export PYTHONPATH=$PWD/python${PYTHONPATH:+:$PYTHONPATH}
 failed=()
 
-# All tools over all kernel tests, in shards side by side: a shard keeps one core busy, not the GPU.
+# All tools over all kernel tests, in shards side by side: a shard keeps one core busy, not the GPU, and racecheck takes
+# many times as long as the others.
 sanitize() {
-  local tools=(memcheck racecheck synccheck initcheck) shards=4 pids=() names=() tool shard i passed
+  local tools=(memcheck racecheck synccheck initcheck) shards pids=() names=() tool shard i passed
   rm -f "$build".*check.*.log
   for tool in "${tools[@]}"; do
-    local options=(--tool "$tool" --error-exitcode 9) filter='*'
+    local options=(--tool "$tool" --print-limit 5 --error-exitcode 9) filter='*'
+    shards=2
+    [ "$tool" = racecheck ] && shards=10
     [ "$tool" = memcheck ] && options+=(--leak-check full)
     # Races repeat with every row and column: what only adds more of them takes minutes here.
     [ "$tool" = racecheck ] && filter='-LargeShapes/*:*RowsDoNotDependOnTheBatch'

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dflash.integrations.vllm import inputs
+from dflash.log import _seen
 from dflash.ops.build_query import build_query_reference
 from tests.ops.support import DEVICES
 
@@ -56,7 +57,7 @@ def test_vllms_buffers_are_filled_and_padded_for_its_graphs(anchor, device):
     )
     table = torch.zeros(MAX_REQS, 3, dtype=torch.int32)
     table[:2] = int32([[5, 6, 0], [7, 0, 0]])
-    sampled, rejected = int32([2, 0]), int32([2, 0])
+    sampled, rejected = int32([1, 0]), int32([2, 0])
     last, following = torch.tensor([[1], [1], [99], [1]]), int32([55, 0, 0, 0])
     out = outputs(MAX_REQS * num_draft, device)
     moved = {
@@ -96,7 +97,7 @@ def test_vllms_buffers_are_filled_and_padded_for_its_graphs(anchor, device):
         assert (untouched == UNTOUCHED).all()
 
 
-def test_the_padding_ends_where_vllms_token_buffers_do():
+def test_the_padding_ends_where_vllms_token_buffers_do(caplog):
     """max_num_seqs * Q above max_num_batched_tokens (trap 22): vLLM runs as many requests as fit."""
     out = outputs(100 * 15)
     batch = SimpleNamespace(
@@ -111,9 +112,11 @@ def test_the_padding_ends_where_vllms_token_buffers_do():
     prepare(*args)
     assert out[0].positions.tolist() == [*range(4, 20), *[0] * 48]
     assert out[0].seq_lens.tolist() == [20, 0, 0, 0] and not seen
-    batch.num_reqs = 5  # a dummy run of vLLM's with more
-    prepare(*args)
-    assert seen == [args]
+    batch.num_reqs = 5  # more than vLLM's buffers hold
+    _seen.clear()
+    with caplog.at_level("WARNING", "dflash"):
+        prepare(*args)
+    assert seen == [args] and "hold 4 of 16 rows; raise max_num_batched_tokens" in caplog.text
 
 
 def test_vllms_function_is_replaced_once(monkeypatch):

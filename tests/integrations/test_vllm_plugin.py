@@ -107,6 +107,10 @@ def test_the_plugin_is_off_unless_asked_for(monkeypatch, root, installed, caplog
         plugin.register()
         assert "nothing taken over: torch is a CPU build" in caplog.text and installed == []
         monkeypatch.setattr(_library, "cuda_library_error", None)
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+        plugin.register()
+        assert "nothing taken over: VLLM_BATCH_INVARIANT" in caplog.text and installed == []
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
         plugin.register()
         plugin.register()
     assert caplog.text.count("taken over: the part; left: Gumbel sampling") == 1

@@ -178,6 +178,9 @@ def test_a_captured_step_samples_what_a_replay_finds():
     model.lm_head.weight[20000:] *= 100
     model.compute_logits = lambda hidden: hidden @ model.lm_head.weight[:20000].T
     speculator, hidden = Speculator(model), normal(12, 64)
+    assert sampling.plain_head(model, KNOWN) is not None
+    if torch.cuda.get_device_capability()[0] == 9:
+        assert sampling.lm_head_sample_plan(hidden, model.lm_head.weight) is not None
     OLD(speculator, hidden)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -208,8 +208,8 @@ inline void process_logits(const at::Tensor& logits, const at::Tensor& logits_st
 // temperature 0: accept while d == argmax. Else by method: "match" (sample every row, accept while equal),
 // "standard" and "block" (against draft_logits, absent = one-hot), "synthetic" (accept with synthetic_rates[i]).
 // target_tokens, what each row samples (lm_head_sample), may stand in place of target_logits for the methods "match" and
-// "synthetic"; at temperature 0 every method is "match". Commits at most tokens_left and stops after a token of stop_token_ids ([S, K], or [K] for all).
-// sampled_token_ids is -1 past num_sampled; num_rejected = rows - num_sampled.
+// "synthetic"; at temperature 0 every method is "match". Commits at most tokens_left and stops after a token of
+// stop_token_ids ([S, K], or [K] for all). sampled_token_ids is -1 past num_sampled; num_rejected = rows - num_sampled.
 inline void rejection_sample(const std::optional<at::Tensor>& target_logits,
                              const std::optional<at::Tensor>& target_tokens,
                              const at::Tensor& logits_start_loc, const at::Tensor& logits_positions,

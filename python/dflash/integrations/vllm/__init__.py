@@ -21,6 +21,7 @@ from dflash.integrations.vllm.sources import find_vllm, reason_to_leave
 from dflash.log import log_once
 
 SWITCH = "DFLASH_VLLM"
+INVARIANT = "VLLM_BATCH_INVARIANT"  # of vLLM: a row's bits do not depend on its batch
 LEFT = ("Gumbel sampling of drafts: vLLM accepts them by its own noise and record",)
 
 
@@ -38,6 +39,11 @@ def _take_over() -> None:
     root, version = find_vllm()
     if _library.cuda_library_error is not None:
         log_once(f"vLLM {version}: nothing taken over: {_library.cuda_library_error}")
+        return
+    if os.environ.get(INVARIANT, "0") not in ("", "0"):
+        log_once(
+            f"vLLM {version}: nothing taken over: {INVARIANT}, and our kernels follow the rows"
+        )
         return
     taken, left = install(root, version)
     log_once(f"vLLM {version}: taken over: {_listed(taken)}; left: {_listed([*left, *LEFT])}")

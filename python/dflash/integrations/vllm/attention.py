@@ -82,4 +82,4 @@ def attend(
 
 
 def say_left(reason: str) -> None:
-    log_once(f"vLLM: attention of a layer with {reason} is left to FlashAttention")
+    log_once(f"vLLM: attention with {reason} is left to FlashAttention")

@@ -66,6 +66,8 @@ class DFlashImpl(FlashAttentionImpl):
         served = self.dflash_refusal is None and attn_metadata is not None and not scaled
         if served and batch_is_served(attn_metadata):
             return attend(self, query, kv_cache, attn_metadata, output)
+        if attn_metadata is not None and self.dflash_refusal is None:
+            say_left("an output scale" if scaled else "a batch that is not plain rows")
         return super().forward(
             layer,
             query,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dflash.log import log_once
 from dflash.ops.build_query import build_query
 
 
@@ -52,13 +53,17 @@ class Arguments(NamedTuple):
 
 
 def with_build_query(original: Callable[..., None]) -> Callable[..., None]:
-    """vLLM's function; a dummy batch that its buffers have no room for stays with the original."""
+    """vLLM's function; a batch with more query rows than its buffers hold stays with the original."""
 
     @functools.wraps(original)
     def prepare_dflash_inputs(*args: Any, **kwargs: Any) -> None:
         a = Arguments(*args, **kwargs)
         room = min(a.max_num_reqs, a.max_num_tokens // a.num_query_per_req)
         if a.input_batch.num_reqs > room:
+            log_once(
+                f"vLLM: input preparation of {a.input_batch.num_reqs} requests is left: its buffers hold {room} of "
+                f"{a.num_query_per_req} rows; raise max_num_batched_tokens"
+            )
             return original(*args, **kwargs)
         _build(a, room)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 _MODEL = "vllm.model_executor.models.qwen3_dflash:DFlashQwen3"
 _FLASH = "vllm.v1.attention.backends.flash_attn:FlashAttention"
+_GPU = "vllm.v1.worker.gpu"
 _DRAFT = "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator"
 _DFLASH = "vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator"
 _INPUTS = "vllm.v1.worker.gpu.spec_decode.dflash.speculator"
@@ -46,8 +47,13 @@ PARTS = (
                     f"{_INPUTS}:prepare_dflash_inputs": "f640ad4e771535aa",
                     f"{_INPUTS}:_prepare_dflash_inputs_kernel": "93b7c57d4fb78cfa",
                     f"{_DFLASH}.propose": "b82fcff527068b42",
-                    "vllm.v1.worker.gpu.input_batch:InputBuffers": "42c3692e4797df8b",
-                    "vllm.v1.worker.gpu.block_table:BlockTables": "f100baf05b8d9aee",
+                    f"{_DFLASH}.__init__": "98aa43dcfdc872b1",
+                    f"{_DFLASH}._build_draft_attn_metadata": "77de88d685f5424f",
+                    f"{_DRAFT}.__init__": "7815bbcf1f819d28",
+                    f"{_GPU}.cudagraph_utils:CudaGraphManager._init_candidates": "63797dbda0785d1c",
+                    f"{_GPU}.states:RequestState.__init__": "710781037256c1fc",
+                    f"{_GPU}.input_batch:InputBuffers": "42c3692e4797df8b",
+                    f"{_GPU}.block_table:BlockTables": "f100baf05b8d9aee",
                 },
             ),
         },
@@ -91,7 +97,9 @@ PARTS = (
                     f"{_DRAFT}._greedy_sample_draft": "2f1eca171383a362",
                     f"{_DRAFT}.sample_draft": "a31478e3be0d9409",
                     f"{_DFLASH}._generate_draft": "78dfa8f9f0b2251c",
+                    f"{_MODEL}ForCausalLM.__init__": "e7868c29cf623ca9",
                     f"{_MODEL}ForCausalLM.compute_logits": "15c65c6344572863",
+                    f"{_LOGITS}.__init__": "9d3c04b21fbbe369",
                     f"{_LOGITS}.forward": "623ff66badcde8e6",
                     f"{_LOGITS}._get_logits": "95dae45791d870e5",
                     f"{_LOGITS}._apply_head": "6f8281e5a6818d5d",
@@ -105,7 +113,9 @@ PARTS = (
                     f"{_DRAFT}.compute_draft_logits": "65cf4996aad0534b",
                     f"{_DRAFT}._maybe_predict_acceptance": "86ccc79075b034de",
                     f"{_DFLASH}._generate_draft": "67185d678dc885ed",
+                    f"{_MODEL}ForCausalLM.__init__": "cca2be625e560126",
                     f"{_MODEL}ForCausalLM.compute_logits": "15c65c6344572863",
+                    f"{_LOGITS}.__init__": "384814fe73975d13",
                     f"{_LOGITS}.forward": "85b544ca3eff53d3",
                     f"{_LOGITS}._get_logits": "9556236747c98a0f",
                     f"{_LOGITS}._apply_head": "8c6519d221de62f8",
@@ -121,6 +131,7 @@ PARTS = (
                 f"{_OURS}.attention:install",
                 {
                     f"{_FLASH}Impl.forward": "5fc740485145d52b",
+                    f"{_FLASH}Impl.do_kv_cache_update": "406220a1ba8445df",
                     f"{_FLASH}Impl.__init__": "404d8b34a60b0c38",
                     f"{_FLASH}Backend": "9c77e52d2e7700ba",
                     f"{_FLASH}Metadata": "997b3dca7be24b26",
@@ -133,6 +144,7 @@ PARTS = (
                 f"{_OURS}.attention:install",
                 {
                     f"{_FLASH}Impl.forward": "931e8aa0090edeb3",
+                    f"{_FLASH}Impl.do_kv_cache_update": "406220a1ba8445df",
                     f"{_FLASH}Impl.__init__": "cc7ff77c46f9550e",
                     f"{_FLASH}Backend": "1fbf1d261f9b7c11",
                     f"{_FLASH}Metadata": "2c90eb4ab8a66796",
