@@ -1,14 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // output = x (weight * scale)^T + bias with e4m3 weights: the streaming GEMM, whose weights come as
-// bytes and are widened on their way into the tensor cores; the scale of an output multiplies its sum
-// in fp32. More than 128 rows are taken 128 at a time. Bytes moved: the weight, half of linear's,
-// once every 128 rows.
-// unpack_kernel: the weight in the dtype of x, for the library's GEMM where this one cannot serve; a
-// thread has four weights.
+// bytes and are widened on their way into the tensor cores; the scale of an output multiplies its
+// sum in fp32. Bytes moved: the weight, half of linear's, once every 128 rows.
+// unpack_kernel: the weight in the dtype of x, for the library's GEMM where this one cannot serve;
+// a thread has four weights.
 #include "linear_fp8.h"
 
-#include "common/gemm_launch.h"
-#include "common/gemm_store.h"
+#include "common/fp8_launch.h"
 
 namespace dflash {
 namespace {
@@ -22,11 +20,16 @@ struct Fp8Epilogue {
   const float* scale;
   const T* bias;
 
+  static Fp8Epilogue of(const LinearFp8Params& p, T* output) {
+    return {{output, p.output_stride, p.num_outputs}, p.scale, static_cast<const T*>(p.bias)};
+  }
+
   template <int kFirst, int kRows, int kFragments>
   __device__ __forceinline__ void finish(const float (&acc)[kFragments][4], int num_rows,
                                          int column, uint8_t* smem) const {
     const int mine = column + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-    const float s0 = scale_of(mine), s1 = scale_of(mine + 8);
+    const float s0 = fp8::scale_of(scale, mine, rows.num_outputs);
+    const float s1 = fp8::scale_of(scale, mine + 8, rows.num_outputs);
     const float b0 = bias_of(mine), b1 = bias_of(mine + 8);
     rows.template put<kFirst, kRows>(
         acc, num_rows, column, smem, [&](const float(&fragment)[4], uint32_t(&packed)[2]) {
@@ -35,27 +38,10 @@ struct Fp8Epilogue {
         });
   }
 
-  __device__ __forceinline__ float scale_of(int column) const {
-    return column < rows.num_outputs ? scale[column] : 0.0f;
-  }
-
   __device__ __forceinline__ float bias_of(int column) const {
     return bias != nullptr && column < rows.num_outputs ? to_float(bias[column]) : 0.0f;
   }
 };
-
-template <typename T>
-cudaError_t launch(const LinearFp8Params& p, cudaStream_t stream) {
-  for (int64_t row = 0; row < p.num_rows; row += gemm::kMaxRows) {
-    T* const output = static_cast<T*>(p.output) + row * p.output_stride;
-    const Fp8Epilogue<T> epilogue{{output, p.output_stride, p.num_outputs},
-                                  p.scale,
-                                  static_cast<const T*>(p.bias)};
-    const cudaError_t error = gemm::launch_gemm<T>(p.operands(row), epilogue, stream);
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
-}
 
 struct UnpackParams {
   const uint8_t* weight;  // from the first row's tile on
@@ -88,9 +74,7 @@ __global__ void __launch_bounds__(256) unpack_kernel(const UnpackParams p) {
 }  // namespace
 
 cudaError_t launch_linear_fp8(const LinearFp8Params& params, cudaStream_t stream) {
-  if (device_properties().major != 9) return cudaErrorInvalidValue;
-  if (params.dtype == DType::kFloat16) return launch<Half>(params, stream);
-  return launch<BFloat16>(params, stream);
+  return fp8::launch<Fp8Epilogue>(params, stream);
 }
 
 cudaError_t launch_unpack_fp8(const LinearFp8Params& params, int64_t first, int64_t count,

@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "kernels/linear_fp8.h"
+#include "fp8_operands.h"
 
 #include <algorithm>
-
-#include "torch_utils.h"
 
 namespace dflash {
 
@@ -13,10 +11,6 @@ void linear(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias, T
 namespace {
 
 constexpr int64_t kPartBytes = 32 << 20;  // of the weight unpacked at once
-
-bool streams_weights(const Tensor& x, const LinearFp8Params& p) {
-  return device_properties(x.get_device_index()).major == 9 && gemm::can_stream(p.operands());
-}
 
 // linear over the weight in the dtype of x, some rows of it at a time.
 void linear_of_parts(const LinearFp8Params& p, const Tensor& x, const std::optional<Tensor>& bias, Tensor output) {
@@ -45,16 +39,8 @@ void linear_of_parts(const LinearFp8Params& p, const Tensor& x, const std::optio
 
 void linear_fp8(const Tensor& x, const Tensor& weight, const Tensor& scale, std::optional<Tensor> bias,
                 Tensor output) {
-  check_shape(x, "x", {-1, -1});
-  check_floating(x, "x");
-  check_last_dim_contiguous(x, "x");
-  const int64_t num_rows = x.size(0), size = x.size(1);
-  check_shape(scale, "scale", {-1});
-  const int64_t num_outputs = scale.size(0);
-  check_tensor(scale, "scale", {num_outputs}, ScalarType::Float, x);
-  check_tensor(weight, "weight", {fp8::num_tiles(num_outputs), fp8::num_tiles(size), fp8::kTileBytes},
-               ScalarType::Float8_e4m3fn, x);
-  check_contiguous(weight, "weight");
+  check_fp8_operands(x, weight, scale);
+  const int64_t num_rows = x.size(0), num_outputs = scale.size(0);
   if (bias.has_value()) {
     check_tensor(*bias, "bias", {num_outputs}, x.scalar_type(), x);
     check_contiguous(*bias, "bias");
@@ -62,10 +48,7 @@ void linear_fp8(const Tensor& x, const Tensor& weight, const Tensor& scale, std:
   check_tensor(output, "output", {num_rows, num_outputs}, x.scalar_type(), x);
   if (num_rows == 0 || num_outputs == 0) return;
 
-  const LinearFp8Params params{x.data_ptr(),       data_ptr<uint8_t>(weight), data_ptr<float>(scale),
-                               data_ptr<void>(bias), output.data_ptr(),       num_rows,
-                               num_outputs,        size,                      x.stride(0),
-                               output.stride(0),   to_dtype(x)};
+  const LinearFp8Params params = fp8_params(x, weight, scale, bias, output);
 #ifdef DFLASH_CUDA
   if (!streams_weights(x, params)) return linear_of_parts(params, x, bias, output);
 #endif

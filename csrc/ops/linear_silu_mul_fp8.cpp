@@ -1,32 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/linear_silu_mul_fp8.h"
 
-#include "torch_utils.h"
+#include "fp8_operands.h"
 
 namespace dflash {
 
-void linear_fp8(const Tensor& x, const Tensor& weight, const Tensor& scale, std::optional<Tensor> bias, Tensor output);
 void silu_mul(const Tensor& gate_up, Tensor output);
 
 void linear_silu_mul_fp8(const Tensor& x, const Tensor& weight, const Tensor& scale, Tensor output) {
-  check_shape(x, "x", {-1, -1});
-  check_floating(x, "x");
-  check_last_dim_contiguous(x, "x");
-  check_shape(scale, "scale", {-1});
+  check_fp8_operands(x, weight, scale);
   STD_TORCH_CHECK(scale.size(0) % 16 == 0, "scale: expected 8 of gate and 8 of up in turns, got ", scale.size(0));
-  const int64_t num_rows = x.size(0), size = x.size(1), num_outputs = scale.size(0) / 2;
-  check_tensor(scale, "scale", {-1}, ScalarType::Float, x);
-  check_tensor(weight, "weight", {fp8::num_tiles(2 * num_outputs), fp8::num_tiles(size), fp8::kTileBytes},
-               ScalarType::Float8_e4m3fn, x);
-  check_contiguous(weight, "weight");
+  const int64_t num_rows = x.size(0), num_outputs = scale.size(0) / 2;
   check_tensor(output, "output", {num_rows, num_outputs}, x.scalar_type(), x);
   if (num_rows == 0 || num_outputs == 0) return;
 
 #ifdef DFLASH_CUDA
-  const LinearFp8Params params{x.data_ptr(), data_ptr<uint8_t>(weight), data_ptr<float>(scale), nullptr,
-                               output.data_ptr(), num_rows, 2 * num_outputs, size, x.stride(0), output.stride(0),
-                               to_dtype(x)};
-  if (device_properties(x.get_device_index()).major == 9 && gemm::can_stream(params.operands())) {
+  const LinearFp8Params params = fp8_params(x, weight, scale, std::nullopt, output);
+  if (streams_weights(x, params)) {
     DFLASH_LAUNCH(linear_silu_mul_fp8, params, x);
     return;
   }

@@ -20,16 +20,26 @@ FINITE = ALL_BYTES[(ALL_BYTES & 0x7F) != 0x7F]
 
 
 def random_weight(outputs, size, device="cpu"):
-    """All values of e4m3 at random, and scales of every size."""
+    """All values of e4m3 at random; scales within 4 times of each other, so that a norm sees every output."""
     at = torch.randint(len(FINITE), (outputs, size), device=device)
-    scale = torch.exp2(torch.randint(-14, 2, (outputs,), device=device).float()) * size**-0.5
+    scale = torch.exp2(2 * torch.rand(outputs, device=device) - 8) * size**-0.5
     return FINITE.to(device)[at].view(FP8), scale
 
 
+def packed_before(weight):
+    """As a product needs it, which on a GPU reads the weight before it waits for the kernel before it."""
+    packed = pack_fp8(weight)
+    if packed.is_cuda:
+        torch.cuda.synchronize()
+    return packed
+
+
 def operands(rows, outputs, size, dtype, device):
+    """x, the weight as it is and packed, scale, bias."""
     weight, scale = random_weight(outputs, size, device)
     x = torch.randn(rows, size, dtype=dtype, device=device)
-    return x, weight, scale, torch.randn(outputs, dtype=dtype, device=device)
+    bias = torch.randn(outputs, dtype=dtype, device=device)
+    return x, weight, packed_before(weight), scale, bias
 
 
 def test_packed_bytes_lie_where_the_kernel_reads_them():
@@ -86,11 +96,11 @@ def test_quantize_16_bit_weights_as_their_fp32_values(dtype):
 )
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_linear_fp8_equals_reference(device, dtype, rows, outputs, size, has_bias):
-    x, weight, scale, bias = operands(rows, outputs, size, dtype, device)
+    x, weight, packed, scale, bias = operands(rows, outputs, size, dtype, device)
     bias = bias if has_bias else None
     output, check_guards = guarded((rows, outputs), dtype, device)
     torch.backends.cuda.matmul.allow_tf32 = False
-    linear_fp8(x, pack_fp8(weight), scale, bias, output)
+    linear_fp8(x, packed, scale, bias, output)
     check_guards()
     expected = linear_fp8_reference(x, weight, scale, bias)
     assert_close(output, expected, 2e-5 if dtype == torch.float32 else None)
@@ -104,13 +114,13 @@ def test_every_value_is_exact(device, dtype):
     x = torch.eye(254, 256, dtype=dtype, device=device)[:, :254]  # rows of whole 16 bytes
     scale = torch.tensor([1.0, 0.5, 2.0**-4], device=device)
     expected = (weight.float() * scale[:, None]).T.to(dtype)
-    assert torch.equal(linear_fp8(x, pack_fp8(weight), scale), expected)
+    assert torch.equal(linear_fp8(x, packed_before(weight), scale), expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_linear_fp8_strided_and_empty(device):
     wide, (weight, scale) = torch.randn(5, 100, device=device), random_weight(9, 30, device)
-    packed = pack_fp8(weight)
+    packed = packed_before(weight)
     x = wide[:, 10:40]
     assert_close(linear_fp8(x, packed, scale), linear_fp8_reference(x, weight, scale), 2e-5)
     outside = torch.full((5, 20), 7.0, device=device)
@@ -135,11 +145,14 @@ def test_linear_fp8_refuses_bad_input():
         linear_fp8(x, packed, scale, torch.zeros(71))
     with pytest.raises(RuntimeError, match=r"output: expected shape \[2, 70\], got \[2, 64\]"):
         linear_fp8(x, packed, scale, None, torch.zeros(2, 64))
+    shifted = torch.zeros(packed.numel() + 1, dtype=torch.uint8)[1:].view(packed.shape).view(FP8)
+    with pytest.raises(RuntimeError, match="weight: expected an address of whole 16 bytes"):
+        linear_fp8(x, shifted, scale)
 
 
 def test_linear_fp8_opcheck():
-    x, weight, scale, bias = operands(3, 5, 16, torch.float32, "cpu")
-    arguments = (x, pack_fp8(weight), scale, bias, torch.empty(3, 5))
+    x, _, packed, scale, bias = operands(3, 5, 16, torch.float32, "cpu")
+    arguments = (x, packed, scale, bias, torch.empty(3, 5))
     # torch cannot multiply fp8 tensors, with which test_schema looks for arguments that changed.
     check_op(torch.ops.dflash.linear_fp8.default, arguments, opchecks=OPCHECKS[1:])
 
@@ -152,10 +165,10 @@ def test_linear_fp8_opcheck():
     [(8, 8), (1, 64), (77, 72), (576, 1536), (960, 576), (4096, 4096), (24576, 512), (300, 20480)],
 )
 def test_streamed_equals_torch(dtype, rows, outputs, size):
-    x, weight, scale, bias = operands(rows, outputs, size, dtype, "cuda")
+    x, weight, packed, scale, bias = operands(rows, outputs, size, dtype, "cuda")
     assert fp8_is_streamed(x)
     output, check_guards = guarded((rows, outputs), dtype, "cuda")
-    linear_fp8(x, pack_fp8(weight), scale, bias, output)
+    linear_fp8(x, packed, scale, bias, output)
     check_guards()
     assert_close(output, linear_fp8_reference(x, weight, scale, bias))
 
@@ -163,8 +176,7 @@ def test_streamed_equals_torch(dtype, rows, outputs, size):
 @pytest.mark.gpu
 @pytest.mark.parametrize("outputs,size", [(77, 72), (576, 1536), (4096, 4096), (24576, 512)])
 def test_streamed_row_does_not_depend_on_the_others(outputs, size):
-    x, weight, scale, bias = operands(200, outputs, size, torch.bfloat16, "cuda")
-    packed = pack_fp8(weight)
+    x, _, packed, scale, bias = operands(200, outputs, size, torch.bfloat16, "cuda")
     together = linear_fp8(x, packed, scale, bias)
     for rows in (1, 7, 16, 32, 50, 127, 128, 129):
         assert torch.equal(linear_fp8(x[:rows], packed, scale, bias), together[:rows])
@@ -174,8 +186,7 @@ def test_streamed_row_does_not_depend_on_the_others(outputs, size):
 @pytest.mark.gpu
 @pytest.mark.parametrize("outputs,size", [(4096, 4096), (576, 1536)])
 def test_streamed_splits_are_bitwise_repeatable(outputs, size):
-    x, weight, scale, bias = operands(16, outputs, size, torch.bfloat16, "cuda")
-    packed = pack_fp8(weight)
+    x, _, packed, scale, bias = operands(16, outputs, size, torch.bfloat16, "cuda")
     first = linear_fp8(x, packed, scale, bias)
     output = torch.empty_like(first)
     for i in range(1000):
@@ -187,19 +198,19 @@ def test_streamed_splits_are_bitwise_repeatable(outputs, size):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_unpacked_in_parts_equals_torch(dtype):
     """x whose rows are not whole 16-byte words, and a weight of more than one part."""
-    wide, weight, scale, bias = operands(20, 9000, 2051, dtype, "cuda")
+    wide, weight, _, scale, bias = operands(20, 9000, 2051, dtype, "cuda")
     torch.backends.cuda.matmul.allow_tf32 = False
     for x, w in ((wide, weight), (wide[:, 1:2049], weight[:, 1:2049])):
         assert not fp8_is_streamed(x)
-        output = linear_fp8(x, pack_fp8(w.contiguous()), scale, bias)
+        output = linear_fp8(x, packed_before(w.contiguous()), scale, bias)
         assert_close(output, linear_fp8_reference(x, w, scale, bias))
 
 
 @pytest.mark.gpu
 def test_streamed_in_a_graph_reads_what_was_just_written():
     """norm-like writer, product, product, 20 times in one graph, replayed with other inputs."""
-    x, weight, scale, _ = operands(16, 1024, 1024, torch.bfloat16, "cuda")
-    packed, scale = pack_fp8(weight), torch.full_like(scale, 2.0**-13)
+    x, _, packed, scale, _ = operands(16, 1024, 1024, torch.bfloat16, "cuda")
+    scale.fill_(2.0**-13)
     source, outputs = torch.zeros_like(x), [torch.empty_like(x) for _ in range(20)]
 
     def product(x, output=None):

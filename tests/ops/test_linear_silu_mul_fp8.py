@@ -18,7 +18,10 @@ def operands(rows, outputs, size, dtype, device):
     x = torch.randn(rows, size, dtype=dtype, device=device)
     gate_up = torch.randn(2 * outputs, size, device=device) * size**-0.5
     plain, turned = quantize_fp8(gate_up), quantize_fp8(in_turns(gate_up))
-    return x, plain, (pack_fp8(turned[0]), turned[1])
+    packed = pack_fp8(turned[0])
+    if packed.is_cuda:
+        torch.cuda.synchronize()  # a product reads the weight before it waits for the kernel before it
+    return x, plain, (packed, turned[1])
 
 
 def test_rows_take_turns():
@@ -79,6 +82,9 @@ def test_linear_silu_mul_fp8_refuses_bad_input():
         linear_silu_mul_fp8(torch.zeros(2, 65), weight, scale)
     with pytest.raises(RuntimeError, match=r"output: expected shape \[2, 16\], got \[2, 32\]"):
         linear_silu_mul_fp8(x, weight, scale, torch.zeros(2, 32))
+    shifted = torch.zeros(4097, dtype=torch.uint8)[1:].view(weight.shape).view(weight.dtype)
+    with pytest.raises(RuntimeError, match="weight: expected an address of whole 16 bytes"):
+        linear_silu_mul_fp8(x, shifted, scale)
 
 
 def test_linear_silu_mul_fp8_opcheck():

@@ -164,6 +164,8 @@ TYPED_TEST(LinearFp8Kernel, RefusesWhatItCannotStream) {
   EXPECT_EQ(launch_linear_fp8(bad, nullptr), cudaErrorInvalidValue);
   bad = good, bad.x = static_cast<const uint8_t*>(good.x) + 2;
   EXPECT_EQ(launch_linear_fp8(bad, nullptr), cudaErrorInvalidValue);
+  bad = good, bad.weight = good.weight + 8;
+  EXPECT_EQ(launch_linear_fp8(bad, nullptr), cudaErrorInvalidValue);
   bad = good, bad.dtype = DType::kFloat32;
   EXPECT_EQ(launch_linear_fp8(bad, nullptr), cudaErrorInvalidValue);
 }
