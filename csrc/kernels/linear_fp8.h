@@ -29,7 +29,8 @@ struct LinearFp8Params {
   gemm::Operands operands(int64_t row = 0) const {
     const int64_t left = num_rows - row, rows = left < gemm::kMaxRows ? left : gemm::kMaxRows;
     const uint8_t* from = static_cast<const uint8_t*>(x) + row * x_stride * 2;
-    return {from, weight, rows, num_outputs, size, x_stride, fp8::num_tiles(size) * fp8::kTileSize, dtype};
+    const int64_t weight_stride = fp8::num_tiles(size) * fp8::kTileSize;
+    return {from, weight, rows, num_outputs, size, x_stride, weight_stride, dtype};
   }
 };
 
@@ -42,8 +43,8 @@ void linear_fp8(const LinearFp8Params& params);
 cudaError_t launch_linear_fp8(const LinearFp8Params& params, cudaStream_t stream);
 
 // rows [count, size] of params.dtype = weight rows first.. times their scales; first % 64 is 0.
-cudaError_t launch_unpack_fp8(const LinearFp8Params& params, int64_t first, int64_t count, void* rows,
-                              cudaStream_t stream);
+cudaError_t launch_unpack_fp8(const LinearFp8Params& params, int64_t first, int64_t count,
+                              void* rows, cudaStream_t stream);
 #endif
 
 }  // namespace dflash

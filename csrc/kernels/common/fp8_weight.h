@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// A weight [M, K] of e4m3 bytes as the streaming GEMM reads it: tiles of 64 outputs x 64 inputs, 4096
-// bytes each, along K first; what lies past M or K is zero. In a tile 16 rows (a warp's) x 32 inputs
-// are 512 bytes, 16 a lane: lane 4 g + t has, of rows g and g + 8, inputs 2 t, 2 t + 1 of every 8.
-// So two loads of 16 bytes a thread, free of bank conflicts, are the fragments of four m16n8k16.
-// dflash/ops/linear_fp8.py packs.
+// A weight [M, K] of e4m3 bytes as the streaming GEMM reads it: tiles of 64 outputs x 64 inputs,
+// 4096 bytes each, along K first; what lies past M or K is zero. In a tile 16 rows (a warp's) x 32
+// inputs are 512 bytes, 16 a lane: lane 4 g + t has, of rows g and g + 8, inputs 2 t, 2 t + 1 of
+// every 8. So two loads of 16 bytes a thread, free of bank conflicts, are the fragments of four
+// m16n8k16. dflash/ops/linear_fp8.py packs.
 #pragma once
 
 #include "dtype.h"

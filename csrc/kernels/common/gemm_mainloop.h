@@ -270,8 +270,8 @@ __device__ __forceinline__ void widen_atom(uint32_t (&weights)[kAtom / 16][4],
   }
 }
 
-// accumulate for packed weights: an atom is widened while the products of the one before run, so two
-// sets of fragments are alive, and a stage is given back in the middle of the next.
+// accumulate for packed weights: an atom is widened while the products of the one before run, so
+// two sets of fragments are alive, and a stage is given back in the middle of the next.
 template <typename T, class L, int N, int kAtoms>
 __device__ __forceinline__ void accumulate_packed(float (&acc)[N / 8][4], Ring<L>& ring,
                                                   int num_steps, int group) {
