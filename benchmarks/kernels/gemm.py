@@ -102,25 +102,23 @@ def main() -> None:
     parser.add_argument("--replays", type=int, default=11)
     args = parser.parse_args()
     figures = []
-    print(
-        f"{'matrix':14} {'rows':>4} {'floor':>7} {'us':>7} {'library':>8} {'fused':>7} {'fp8':>7}"
-    )
+    heads = ("floor", "us", "library", "fused", "fp8")
+    print(f"{'matrix':14} {'rows':>4}" + "".join(f" {head:>8}" for head in heads))
     for name, (outputs, size) in (LAYER | OTHERS).items():
         for rows in ROWS:
             row = measure(name, outputs, size, rows, args.replays)
             figures.append(row)
-            fused, fp8 = row.get("fused_us", ""), row.get("fp8_us", "")
-            print(
-                f"{name:14} {rows:4} {row['floor_us']:7} {row['us']:7} {row['library_us']:8} {fused:>7} {fp8:>7}",
-                flush=True,
-            )
+            columns = ("floor_us", "us", "library_us", "fused_us", "fp8_us")
+            line = "".join(f" {row.get(key, ''):>8}" for key in columns)
+            print(f"{name:14} {rows:4}{line}", flush=True)
     for rows in ROWS:
         layer = [row for row in figures if row["matrix"] in LAYER and row["rows"] == rows]
-        sums = {
-            key: round(sum(row[key] for row in layer), 1) for key in ("us", "library_us", "fp8_us")
-        }
+        ours = sum(row.get("fused_us", row["us"]) for row in layer)
+        library = sum(row.get("library_and_silu_mul_us", row["library_us"]) for row in layer)
+        fp8 = sum(row["fp8_us"] for row in layer)
         print(
-            f"a layer at {rows} rows: {sums['us']} us, the library {sums['library_us']} us, fp8 {sums['fp8_us']} us"
+            f"a layer with SwiGLU at {rows} rows: {ours:.1f} us, the library {library:.1f} us, "
+            f"fp8 {fp8:.1f} us"
         )
     print(report.write("gemm", figures, args.out))
 
