@@ -67,6 +67,7 @@ def make_core(args: argparse.Namespace) -> Core:
         weights = random.draft(qwen3_8b_draft())
         if args.draft_quantization:
             weights = quantize_draft(qwen3_8b_draft(), weights)
+            torch.cuda.empty_cache()  # of what they were
         drafter = Drafter(qwen3_8b_draft(), weights, target.embed_tokens, target.lm_head, settings)
     return assemble(engine_args, target, drafter, n, settings).core
 

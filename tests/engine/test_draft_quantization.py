@@ -3,12 +3,18 @@
 
 from __future__ import annotations
 
+import gc
+import logging
+import weakref
+
 import pytest
 import torch
 
 from dflash import SamplingParams
+from dflash.checkpoints import quantize
+from dflash.checkpoints.matrix import Fp8Matrix
 from dflash.checkpoints.quantize import quantize_draft
-from dflash.checkpoints.weights import Fp8Matrix, load_draft
+from dflash.checkpoints.weights import load_draft
 from dflash.engine.memory import tensor_bytes
 from dflash.models.linear import linear, linear_silu_mul
 from tests.support import tiny
@@ -85,14 +91,90 @@ def test_a_drafter_with_biases(target, biased_draft, answers):
     assert tokens_of(llm.generate(PROMPTS, greedy_params(NUM_TOKENS))) == answers
 
 
-def test_drafts_are_mostly_those_of_the_whole_drafter(target, draft):
-    """By the acceptance length of the same work."""
-    lengths = []
-    for quantization in (None, "fp8"):
-        llm = make_llm(target, draft, max_model_len=128, draft_quantization=quantization)
-        llm.generate(PROMPTS, greedy_params(NUM_TOKENS))
-        lengths.append(llm.statistics.acceptance_length)
-    assert lengths[1] == pytest.approx(lengths[0], rel=0.2)
+def first_query(llm, monkeypatch):
+    """Input ids and hidden states of the drafter's first pass for PROMPTS."""
+    passes, drafter = [], drafter_of(llm)
+    forward = drafter.forward
+
+    def recorded(input_ids, batch):
+        hidden = forward(input_ids, batch)
+        passes.append((input_ids.clone(), hidden.clone()))
+        return hidden
+
+    monkeypatch.setattr(drafter, "forward", recorded)
+    llm.generate(PROMPTS, greedy_params(4))
+    return passes[0]
+
+
+def test_drafts_are_made_of_hidden_states_close_to_the_whole_drafters(target, draft, monkeypatch):
+    (ids, whole), (same_ids, small) = (
+        first_query(
+            make_llm(target, draft, max_model_len=128, draft_quantization=quantization),
+            monkeypatch,
+        )
+        for quantization in (None, "fp8")
+    )
+    assert torch.equal(ids, same_ids)
+    assert 1e-4 < (small - whole).norm() / whole.norm() < 0.1
+
+
+def test_nobody_keeps_the_matrices_as_they_were_loaded(target, draft, monkeypatch):
+    loaded = []
+
+    def watched(*arguments):
+        config, weights, directory = load_draft(*arguments)
+        matrices = [weights.fc, *(getattr(layer, n) for layer in weights.layers for n in MATRICES)]
+        loaded.extend(weakref.ref(matrix) for matrix in matrices)
+        return config, weights, directory
+
+    monkeypatch.setattr(quantize, "load_draft", watched)
+    llm = make_llm(target, draft, max_model_len=64, draft_quantization="fp8")
+    assert isinstance(drafter_of(llm).fc, Fp8Matrix)
+    assert len(loaded) == 9 and all(matrix() is None for matrix in loaded)
+
+
+def test_matrices_are_packed_the_same_in_parts(draft, monkeypatch):
+    """A part is whole tiles of rows: gate and up, [192, 64], are three, each half of either."""
+    config, weights, _ = load_draft(draft, torch.bfloat16)
+    at_once = quantize_draft(config, weights)
+    monkeypatch.setattr(quantize, "PART_BYTES", 1)
+    in_parts = quantize_draft(config, weights)
+    for a, b in zip([at_once, *at_once.layers], [in_parts, *in_parts.layers], strict=True):
+        for name in ("fc",) if a is at_once else MATRICES:
+            one, other = getattr(a, name), getattr(b, name)
+            assert torch.equal(one.weight.view(torch.uint8), other.weight.view(torch.uint8))
+            assert torch.equal(one.scale, other.scale)
+
+
+@pytest.mark.gpu
+def test_a_gpu_says_once_what_it_unpacks(draft, caplog):
+    caplog.set_level(logging.WARNING, "dflash")
+    for dtype in (torch.float32, torch.float32, torch.bfloat16):
+        quantized = quantize_draft(*load_draft(draft, dtype, "cuda")[:2])
+        streams = dtype == torch.bfloat16 and torch.cuda.get_device_capability()[0] == 9
+        matrices = [quantized.fc, *(getattr(quantized.layers[0], name) for name in MATRICES)]
+        assert all(matrix.is_streamed is streams for matrix in matrices)
+    said = [r.message for r in caplog.records if "are not streamed" in r.message]
+    assert sum("fc, qkv_proj, o_proj, gate_up_proj, down_proj in float32" in m for m in said) == 1
+
+
+@pytest.mark.gpu
+def test_a_gpu_gets_back_what_the_loaded_matrices_took(target, tmp_path):
+    """192 MiB of 16-bit weights, whose successors have half of it."""
+    wide = tiny.make_draft(tmp_path, intermediate_size=1 << 18)
+
+    def memory(quantization):
+        gc.collect()
+        torch.cuda.empty_cache()
+        arguments = {"device": "cuda", "dtype": "bfloat16", "max_num_batched_tokens": 64}
+        arguments |= {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": True, "max_num_seqs": 2}
+        llm = make_llm(target, wide, max_model_len=64, draft_quantization=quantization, **arguments)
+        return llm.facts.memory
+
+    memory(None), memory("fp8")  # kernels are loaded, workspaces made
+    whole, small = memory(None), memory("fp8")
+    assert whole.weights - small.weights > 80 << 20
+    assert small.others < whole.others + (40 << 20)
 
 
 def test_the_memory_profile_counts_the_smaller_weights(target, draft):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
 
 import torch
 from rich.progress import Progress, TaskID
@@ -19,12 +18,8 @@ from dflash.checkpoints.layout import (
     draft_layout,
     target_layout,
 )
-from dflash.checkpoints.pair import (
-    Vocabulary,
-    check_pair,
-    shares_embedding,
-    shares_head,
-)
+from dflash.checkpoints.matrix import Matrix
+from dflash.checkpoints.pair import Vocabulary, shares_embedding, shares_head
 from dflash.checkpoints.reader import (
     TensorReader,
     progress_bar,
@@ -37,28 +32,12 @@ from dflash.errors import CheckpointError
 
 __all__ = [
     "DraftWeights",
-    "Fp8Matrix",
     "LayerWeights",
     "Loader",
-    "Matrix",
     "TargetWeights",
-    "check_pair",
     "load_draft",
     "load_target",
 ]
-
-
-@dataclass(frozen=True)
-class Fp8Matrix:
-    """A matrix [M, K] of bytes, see ops/linear_fp8.py; in_turns: of gate and up, see ops/linear_silu_mul_fp8.py."""
-
-    weight: torch.Tensor  # float8_e4m3fn [ceil(M / 64), ceil(K / 64), 4096], packed
-    scale: torch.Tensor  # float32 [M]
-    in_turns: bool = False
-
-
-Matrix: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...] | Fp8Matrix
-"""A matrix, or several that stand for their rows below each other, a bias likewise; or one in fp8."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +79,7 @@ class DraftWeights:
     lm_head: torch.Tensor | None  # [V or draft_vocab_size, H], or None: the target's
     d2t: torch.Tensor | None  # int64 [draft_vocab_size]: target id = k + d2t[k]
     mask_embedding: torch.Tensor | None  # [H]: replaces the mask token's embedding row
-    kv_proj: torch.Tensor | None = (
-        None  # where qkv_proj is in fp8: its K and V rows, layer by layer
-    )
+    kv_proj: torch.Tensor | None = None  # K and V rows, layer by layer, of qkv_proj in fp8
 
 
 def load_target(

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from dflash.attention.spec import AttentionBatch
 from dflash.checkpoints.config import DraftConfig
-from dflash.checkpoints.weights import DraftWeights, Matrix
+from dflash.checkpoints.matrix import Matrix
+from dflash.checkpoints.weights import DraftWeights
 from dflash.log import log_once
 from dflash.models.decoder import Decoder, DecoderSettings
 from dflash.models.linear import linear, logits_dtype

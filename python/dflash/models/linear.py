@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from dflash.checkpoints.weights import Fp8Matrix, Matrix
+from dflash.checkpoints.matrix import Fp8Matrix, Matrix
 from dflash.log import log_once
 from dflash.ops import linear as op
 from dflash.ops import linear_fp8 as fp8_op
@@ -64,7 +64,7 @@ def linear_silu_mul(x: torch.Tensor, weight: Matrix, tile_rows: int | None = Non
 def is_streamed(matrix: Matrix) -> bool:
     """Whether up to 128 rows stream the weight on a GPU, a row with bits of its own. Says once where it does not."""
     if isinstance(matrix, Fp8Matrix):
-        return _is_streamed_fp8(matrix)
+        return matrix.is_streamed
     weights = matrix if isinstance(matrix, tuple) else (matrix,)
     missing = [weight for weight in weights if op.linear_plan(weight[:1], weight) is None]
     for weight in missing:
@@ -74,17 +74,6 @@ def is_streamed(matrix: Matrix) -> bool:
                 "whole, aligned 16-byte words; the library's GEMM serves"
             )
     return not missing
-
-
-def _is_streamed_fp8(matrix: Fp8Matrix) -> bool:
-    device = matrix.scale.device
-    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != 9:
-        log_once(
-            "linear_fp8: weights are streamed on sm_90 only; here they are unpacked at every product for the "
-            "library's GEMM, which takes longer than 16-bit weights do"
-        )
-        return False
-    return device.type == "cuda"
 
 
 def logits_dtype(head: torch.Tensor) -> torch.dtype:
