@@ -21,10 +21,10 @@ from benchmarks.shapes import RandomWeights, qwen3_8b, qwen3_8b_draft
 from dflash import SamplingParams
 from dflash.checkpoints.quantize import quantize_draft
 from dflash.engine.args import DRAFT_QUANTIZATIONS, EngineArgs
-from dflash.engine.buffers import Variant
 from dflash.engine.build import assemble
 from dflash.engine.core import Core
 from dflash.engine.graphs import CapturedStep
+from dflash.engine.request import Variant
 from dflash.models.decoder import DecoderSettings
 from dflash.models.drafter import Drafter
 from dflash.models.target import Target

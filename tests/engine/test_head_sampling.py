@@ -9,7 +9,7 @@ import pytest
 
 from dflash import SamplingParams
 from dflash.engine import step as step_module
-from dflash.engine.buffers import Variant
+from dflash.engine.request import Variant
 from dflash.speculators import buffers
 from tests.engine.conftest import NUM_TOKENS, PROMPTS
 from tests.support import engine

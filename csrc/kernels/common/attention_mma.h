@@ -335,16 +335,12 @@ __global__ void __launch_bounds__(kThreads, ctas_per_sm(kWgmma))
 
   cp_async_wait<0>();
   __syncwarp();
-  if (plan.num_splits == 1) {
-    __syncthreads();
-    return store_results<T, D, L>(p, plan, w, smem, warp_row, rows, acc);
-  }
-  cluster_arrive_release();
-  cluster_wait_acquire();  // the stages of all CTAs are free
+  __syncthreads();
+  if (plan.num_splits == 1) return store_results<T, D, L>(p, plan, w, smem, warp_row, rows, acc);
+  if (plan.num_ctas > 1) cluster_sync();  // the stages of all CTAs are free
   send_results<L, D>(plan, smem, rank * L::kWarpsN + warp_n, warp_row, rows, acc);
   __syncwarp();
-  cluster_arrive_release();
-  cluster_wait_acquire();  // all results are there
+  plan.num_ctas > 1 ? cluster_sync() : __syncthreads();  // all results are there
   merge_rows<T, D, L>(p, plan, w, smem, rank);
 }
 

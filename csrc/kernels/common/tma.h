@@ -86,6 +86,12 @@ __device__ __forceinline__ void cluster_wait_acquire() {
   asm volatile("barrier.cluster.wait.acquire.aligned;\n" ::: "memory");
 }
 
+// All threads of all CTAs; orders what they wrote before it.
+__device__ __forceinline__ void cluster_sync() {
+  cluster_arrive_release();
+  cluster_wait_acquire();
+}
+
 // The address of the same place in the shared memory of the cluster's CTA `rank`.
 __device__ __forceinline__ uint32_t cluster_address(uint32_t address, int rank) {
   uint32_t mapped;

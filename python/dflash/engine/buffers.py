@@ -10,7 +10,7 @@ from math import gcd
 import torch
 
 from dflash.attention.spec import AttentionBatch
-from dflash.engine.request import PrefillChunk, Request
+from dflash.engine.request import PrefillChunk, Request, Variant
 from dflash.engine.staging import RequestTable, copy_to, to_device
 
 OUTPUT_RING = 4
@@ -105,27 +105,6 @@ class RequestState:
         self.num_draft_tokens[rows] = self.draft_tokens.shape[1]
         self.draft_tokens[rows] = -1
         self.finished[rows] = 0
-
-
-@dataclass(frozen=True)
-class Variant:
-    """What the requests of a batch ask of the step."""
-
-    processes_logits: bool = False  # else all take the first maximum of the model's own logits
-    num_logprobs: int | None = None  # the most that any of them asks for
-    drafts: bool = True  # False: a partial prompt chunk, which only observes
-    is_plain: bool = False  # of processed logits: the temperature is all that changes them
-
-    @classmethod
-    def of(cls, requests: Sequence[Request], drafts: bool = True) -> Variant:
-        params = [request.params for request in requests]
-        counts = [p.logprobs for p in params if p.logprobs is not None]
-        return cls(
-            not all(p.takes_first_maximum for p in params),
-            max(counts, default=None),
-            drafts,
-            all(p.is_plain for p in params),
-        )
 
 
 @dataclass(frozen=True)

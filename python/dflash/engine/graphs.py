@@ -15,8 +15,9 @@ import torch
 from rich.progress import track
 
 from dflash.attention.spec import AttentionBatch, CaptureLimits
-from dflash.engine.buffers import Batch, BatchBuffers, Variant, request_buckets, request_multiple
+from dflash.engine.buffers import Batch, BatchBuffers, request_buckets, request_multiple
 from dflash.engine.memory import gib
+from dflash.engine.request import Variant
 from dflash.engine.step import Flow, Part, Step
 from dflash.log import log_once
 from dflash.models.decoder import Decoder

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One sequence on its way through the engine; no tensors."""
+"""One sequence on its way through the engine, and what a batch of them asks of the step; no tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dflash.engine.kv_cache import ROOT_PREFIX
@@ -80,3 +81,24 @@ class PrefillChunk:
     def samples(self) -> bool:
         """Whether the chunk's last row gives the request a token."""
         return self.is_last and not self.request.is_resumed
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What the requests of a batch ask of the step."""
+
+    processes_logits: bool = False  # else all take the first maximum of the model's own logits
+    num_logprobs: int | None = None  # the most that any of them asks for
+    drafts: bool = True  # False: a partial prompt chunk, which only observes
+    is_plain: bool = False  # of processed logits: the temperature is all that changes them
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], drafts: bool = True) -> Variant:
+        params = [request.params for request in requests]
+        counts = [p.logprobs for p in params if p.logprobs is not None]
+        return cls(
+            not all(p.takes_first_maximum for p in params),
+            max(counts, default=None),
+            drafts,
+            all(p.is_plain for p in params),
+        )
