@@ -145,8 +145,8 @@ STABLE_TORCH_LIBRARY(dflash, m) {
   // output = x @ (weight * scale)^T + bias for an e4m3 weight with a scale an output: sums in fp32, times the scale, plus
   // the bias. weight is packed, [ceil(M / 64), ceil(K / 64), 4096], zeros past M and K: dflash.ops.linear_fp8.pack_fp8
   // makes it and csrc/kernels/common/fp8_weight.h says where a weight lies. On sm_90, fp16 or bf16 x (16-byte aligned): half
-  // of linear's bytes, read as early, 128 rows at a time, a row's bits independent of the others. Elsewhere on a GPU the
-  // weight is unpacked into the dtype of x, a part at a time, for linear. No weight is NaN.
+  // of linear's bytes, read as early, and so are scale and bias; 128 rows at a time, a row's bits independent of the
+  // others. Elsewhere on a GPU the weight is unpacked into the dtype of x, a part at a time, for linear. No weight is NaN.
   m.def("linear_fp8(Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor(a!) output) -> ()");
 
   // output = silu(x @ gate^T) * (x @ up^T), weight [2 * I, K] = gate then up, both products rounded as linear's. One

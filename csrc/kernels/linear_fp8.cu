@@ -11,35 +11,13 @@
 namespace dflash {
 namespace {
 
-template <typename T>
-struct Fp8Epilogue {
-  static constexpr bool kInterleaved = false, kHasState = false, kPacked = true;
-  static constexpr int kBytes = gemm::RowStore<T, 2>::kBytes;
+struct StoreBoth {
+  static constexpr int kMatrices = 2;
 
-  gemm::RowStore<T, 2> rows;
-  const float* scale;
-  const T* bias;
-
-  static Fp8Epilogue of(const LinearFp8Params& p, T* output) {
-    return {{output, p.output_stride, p.num_outputs}, p.scale, static_cast<const T*>(p.bias)};
-  }
-
-  template <int kFirst, int kRows, int kFragments>
-  __device__ __forceinline__ void finish(const float (&acc)[kFragments][4], int num_rows,
-                                         int column, uint8_t* smem) const {
-    const int mine = column + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-    const float s0 = fp8::scale_of(scale, mine, rows.num_outputs);
-    const float s1 = fp8::scale_of(scale, mine + 8, rows.num_outputs);
-    const float b0 = bias_of(mine), b1 = bias_of(mine + 8);
-    rows.template put<kFirst, kRows>(
-        acc, num_rows, column, smem, [&](const float(&fragment)[4], uint32_t(&packed)[2]) {
-          packed[0] = pack2<T>(fragment[0] * s0 + b0, fragment[1] * s0 + b0);
-          packed[1] = pack2<T>(fragment[2] * s1 + b1, fragment[3] * s1 + b1);
-        });
-  }
-
-  __device__ __forceinline__ float bias_of(int column) const {
-    return bias != nullptr && column < rows.num_outputs ? to_float(bias[column]) : 0.0f;
+  template <typename T>
+  __device__ __forceinline__ static void pack(const float (&values)[4], uint32_t (&packed)[2]) {
+    packed[0] = pack2<T>(values[0], values[1]);
+    packed[1] = pack2<T>(values[2], values[3]);
   }
 };
 
@@ -74,7 +52,7 @@ __global__ void __launch_bounds__(256) unpack_kernel(const UnpackParams p) {
 }  // namespace
 
 cudaError_t launch_linear_fp8(const LinearFp8Params& params, cudaStream_t stream) {
-  return fp8::launch<Fp8Epilogue>(params, stream);
+  return fp8::launch<StoreBoth>(params, stream);
 }
 
 cudaError_t launch_unpack_fp8(const LinearFp8Params& params, int64_t first, int64_t count,

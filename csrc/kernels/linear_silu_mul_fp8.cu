@@ -11,33 +11,13 @@
 namespace dflash {
 namespace {
 
-template <typename T>
-struct Fp8SiluMulEpilogue {
-  static constexpr bool kInterleaved = false, kHasState = false, kPacked = true;
-  static constexpr int kBytes = gemm::RowStore<T, 1>::kBytes;
+struct StoreSiluMul {
+  static constexpr int kMatrices = 1;
 
-  gemm::RowStore<T, 1> rows;
-  const float* scale;  // of gate and up, in the order of the weight
-
-  static Fp8SiluMulEpilogue of(const LinearFp8Params& p, T* output) {
-    return {{output, p.output_stride, p.num_outputs / 2}, p.scale};
-  }
-
-  template <int kFirst, int kRows, int kFragments>
-  __device__ __forceinline__ void finish(const float (&acc)[kFragments][4], int num_rows,
-                                         int column, uint8_t* smem) const {
-    const int mine = column + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-    const float gate = fp8::scale_of(scale, mine, 2 * rows.num_outputs);
-    const float up = fp8::scale_of(scale, mine + 8, 2 * rows.num_outputs);
-    rows.template put<kFirst, kRows>(
-        acc, num_rows, column / 2, smem, [&](const float(&fragment)[4], uint32_t(&packed)[1]) {
-          packed[0] = pack2<T>(value(fragment[0] * gate, fragment[2] * up),
-                               value(fragment[1] * gate, fragment[3] * up));
-        });
-  }
-
-  __device__ __forceinline__ static float value(float gate, float up) {
-    return silu_mul_of(round_to<T>(gate), round_to<T>(up));
+  template <typename T>
+  __device__ __forceinline__ static void pack(const float (&values)[4], uint32_t (&packed)[1]) {
+    packed[0] = pack2<T>(silu_mul_of(round_to<T>(values[0]), round_to<T>(values[2])),
+                         silu_mul_of(round_to<T>(values[1]), round_to<T>(values[3])));
   }
 };
 
@@ -45,7 +25,7 @@ struct Fp8SiluMulEpilogue {
 
 cudaError_t launch_linear_silu_mul_fp8(const LinearFp8Params& params, cudaStream_t stream) {
   const bool in_turns = params.num_outputs % 16 == 0 && params.bias == nullptr;
-  return in_turns ? fp8::launch<Fp8SiluMulEpilogue>(params, stream) : cudaErrorInvalidValue;
+  return in_turns ? fp8::launch<StoreSiluMul>(params, stream) : cudaErrorInvalidValue;
 }
 
 }  // namespace dflash

@@ -273,8 +273,8 @@ inline std::vector<int64_t> linear_plan(const at::Tensor& x, const at::Tensor& w
 // output = x @ (weight * scale)^T + bias for an e4m3 weight with a scale an output: sums in fp32, times the scale, plus
 // the bias. weight is packed, [ceil(M / 64), ceil(K / 64), 4096], zeros past M and K: dflash.ops.linear_fp8.pack_fp8
 // makes it and csrc/kernels/common/fp8_weight.h says where a weight lies. On sm_90, fp16 or bf16 x (16-byte aligned): half
-// of linear's bytes, read as early, 128 rows at a time, a row's bits independent of the others. Elsewhere on a GPU the
-// weight is unpacked into the dtype of x, a part at a time, for linear. No weight is NaN.
+// of linear's bytes, read as early, and so are scale and bias; 128 rows at a time, a row's bits independent of the
+// others. Elsewhere on a GPU the weight is unpacked into the dtype of x, a part at a time, for linear. No weight is NaN.
 inline void linear_fp8(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scale,
                        const std::optional<at::Tensor>& bias, at::Tensor output) {
   static const auto op = detail::find<decltype(linear_fp8)>("dflash::linear_fp8");

@@ -348,8 +348,19 @@ __device__ __forceinline__ void exchange(float (&acc)[N / 8][4], uint32_t receiv
   }
 }
 
+// What finishes a tile, with what it needs of memory already asked for where weights are packed.
+template <class Epilogue>
+__device__ __forceinline__ decltype(auto) of_tile(const Epilogue& epilogue, int column) {
+  if constexpr (Epilogue::kPacked) {
+    return epilogue.of_tile(column);
+  } else {
+    return (epilogue);
+  }
+}
+
 // Epilogue: kInterleaved (8 rows of the weight's first half and 8 of its second take turns, through
-// a tensor map that says so), kPacked (the weight is fp8_weight.h's), kBytes of shared memory a
+// a tensor map that says so), kPacked (the weight is fp8_weight.h's, and of_tile(column), called
+// before the products and before the predecessor is done, has finish), kBytes of shared memory a
 // warpgroup, and
 // finish<kFirst, kRows>(acc, num_rows, column, smem): rows kFirst.. of a warpgroup's 64 columns of
 // the product, as the fragments of mma.sync m16n8k16 with the columns as M.
@@ -399,25 +410,26 @@ __global__ void __launch_bounds__(128 * W + 32, N <= 32 && !Epilogue::kPacked ? 
   [[maybe_unused]] uint8_t* const places = smem + L::epilogue_at(1, plan.num_stages, 0);
   if constexpr (Epilogue::kHasState) epilogue.template begin<N, W>(plan.num_rows, places);
   for (int tile = work.first_tile; tile < plan.num_tiles; tile += work.tile_step) {
+    const int column = (tile * W + group) * kGroupRows;
+    const auto& outputs = of_tile(epilogue, column);
     if constexpr (Epilogue::kPacked) {
       accumulate_packed<T, L, N, kAtoms>(acc, ring, work.num_steps, group);
     } else {
       accumulate<T, L, N, kAtoms>(acc, ring, work.num_steps, group);
     }
-    const int column = (tile * W + group) * kGroupRows;
     uint8_t* place = smem + L::epilogue_at(plan.num_splits, plan.num_stages, group);
     if (!has_pair) {
-      epilogue.template finish<0, N>(acc, plan.num_rows, column, place);
+      outputs.template finish<0, N>(acc, plan.num_rows, column, place);
       continue;
     }
     if constexpr (!Epilogue::kHasState) {
       const uint32_t received = ring.stages + plan.num_stages * L::kStageBytes;
       if (work.split == 0) {
         exchange<L, N, 0>(acc, received);
-        epilogue.template finish<0, N / 2>(acc, plan.num_rows, column, place);
+        outputs.template finish<0, N / 2>(acc, plan.num_rows, column, place);
       } else {
         exchange<L, N, 1>(acc, received);
-        epilogue.template finish<N / 2, N / 2>(acc, plan.num_rows, column, place);
+        outputs.template finish<N / 2, N / 2>(acc, plan.num_rows, column, place);
       }
       return;
     }
