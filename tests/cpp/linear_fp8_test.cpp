@@ -50,6 +50,26 @@ TEST(LinearFp8, IsExactAtAwkwardSizes) {
   }
 }
 
+// Of Qwen3-8B's and Qwen3-32B's drafters and of the demo's: warpgroups and splits, at any number of rows.
+TEST(LinearFp8, PlanKeepsTheSmsStreaming) {
+  struct Case {
+    int64_t num_outputs, size;
+    int warpgroups, splits;
+  };
+  const Case cases[] = {{6144, 4096, 2, 2},  {4096, 4096, 1, 2},   {24576, 4096, 3, 1}, {4096, 12288, 1, 2},
+                        {4096, 20480, 1, 2}, {10240, 5120, 3, 2}, {5120, 8192, 2, 2},  {960, 576, 1, 1}};
+  for (const Case& c : cases) {
+    for (int64_t num_rows : {1, 16, 17, 64, 100, 128}) {
+      const gemm::Operands operands{nullptr, nullptr, num_rows, c.num_outputs,
+                                    c.size,  c.size,  c.size,   DType::kBFloat16};
+      const gemm::Choice choice = gemm::choose_packed(operands);
+      EXPECT_EQ(choice.warpgroups, c.warpgroups) << c.num_outputs;
+      EXPECT_EQ(choice.splits, c.splits) << c.num_outputs << " " << num_rows;
+      EXPECT_GE(choice.rows, num_rows);
+    }
+  }
+}
+
 // Every byte of a tile belongs to one weight.
 TEST(LinearFp8, OffsetsAreAPermutation) {
   std::vector<int> at;

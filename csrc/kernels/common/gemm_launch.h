@@ -106,12 +106,15 @@ template <typename T, int N, class Epilogue>
 cudaError_t launch_rows(const Operands& o, const Choice& c, const Epilogue& epilogue,
                         cudaStream_t stream) {
   if (c.warpgroups == 3) return launch_shape<T, N, 3>(o, c.splits, epilogue, stream);
+  if constexpr (Epilogue::kPacked) {
+    if (c.warpgroups == 2) return launch_shape<T, N, 2>(o, c.splits, epilogue, stream);
+  }
   return launch_shape<T, N, 1>(o, c.splits, epilogue, stream);
 }
 
 template <typename T, class Epilogue>
 cudaError_t launch_gemm(const Operands& o, const Epilogue& epilogue, cudaStream_t stream) {
-  const Choice c = choose(o);
+  const Choice c = Epilogue::kPacked ? choose_packed(o) : choose(o);
   switch (c.rows) {
     case 16: return launch_rows<T, 16>(o, c, epilogue, stream);
     case 32: return launch_rows<T, 32>(o, c, epilogue, stream);

@@ -99,12 +99,16 @@ TYPED_TEST(LinearFp8Kernel, EqualsTwin) {
   }
 }
 
-// Two splits, a ring that turns, tiles of three warpgroups and more tiles than SMs.
+// Two splits of one to three warpgroups, a ring that turns, more tiles than SMs.
 TYPED_TEST(LinearFp8Kernel, EqualsTwinWhereTheRingTurns) {
   for (int64_t num_rows : {3, 24, 57, 128}) {
     const Fp8Batch<TypeParam> split(num_rows, 130, 5128), many(num_rows, 64 * 140 + 24, 328);
     expect_near(run(split, false), expected(split, false));
     expect_near(run(many, true), expected(many, true));
+    for (int64_t num_groups : {70, 140}) {
+      const Fp8Batch<TypeParam> wide(num_rows, 64 * num_groups + 24, 1096);
+      expect_near(run(wide, true), expected(wide, true));
+    }
   }
 }
 
@@ -133,8 +137,8 @@ TYPED_TEST(LinearFp8Kernel, WidensEveryValueExactly) {
 }
 
 TYPED_TEST(LinearFp8Kernel, ARowDoesNotDependOnTheOthers) {
-  for (int64_t num_outputs : {100, 64 * 133}) {
-    const int64_t size = num_outputs == 100 ? 2056 : 264;
+  for (const auto& [num_outputs, size] :
+       {std::pair<int64_t, int64_t>{100, 2056}, {64 * 68, 1032}, {64 * 133, 264}}) {
     const Fp8Batch<TypeParam> all(128, num_outputs, size);
     const std::vector<float> together = floats(run(all, true));
     for (int64_t num_rows : {1, 5, 16, 31, 64, 100}) {
@@ -172,7 +176,7 @@ TYPED_TEST(LinearFp8Kernel, RefusesWhatItCannotStream) {
 
 TYPED_TEST(LinearFp8Kernel, FusedHasTheBitsOfLinearAndSiluMul) {
   for (int64_t num_rows : {1, 16, 29, 64, 128, 140}) {
-    for (int64_t num_outputs : {8, 72, 64 * 67}) {
+    for (int64_t num_outputs : {8, 72, 64 * 36, 64 * 67}) {
       for (int64_t size : {72, 1160}) {
         Fp8Batch<TypeParam> batch(num_rows, 2 * num_outputs, size, 0);
         DevicePlace place;
@@ -198,7 +202,8 @@ TYPED_TEST(LinearFp8Kernel, FusedHasTheBitsOfLinearAndSiluMul) {
 }
 
 TYPED_TEST(LinearFp8Kernel, UnpacksSomeRows) {
-  for (const auto& [num_outputs, size] : {std::pair<int64_t, int64_t>{200, 136}, {64, 7}, {65, 64}}) {
+  for (const auto& [num_outputs, size] :
+       {std::pair<int64_t, int64_t>{200, 136}, {64, 7}, {65, 64}}) {
     Fp8Batch<TypeParam> batch(1, num_outputs, size);
     for (int64_t first = 0; first < num_outputs; first += 64) {
       const int64_t count = std::min<int64_t>(num_outputs - first, 100);
@@ -218,7 +223,8 @@ TYPED_TEST(LinearFp8Kernel, UnpacksSomeRows) {
   }
 }
 
-// Lets its successor start at once and writes x late: a product that did not wait would read the old.
+// Lets its successor start at once and writes x late: a product that did not wait would read what
+// was there before.
 template <typename T>
 __global__ void slowly_scale(T* x, const T* from, int64_t count, float factor) {
   let_successor_start();
