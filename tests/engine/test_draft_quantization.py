@@ -154,6 +154,7 @@ def test_a_gpu_says_once_what_it_unpacks(draft, caplog):
         streams = dtype == torch.bfloat16 and torch.cuda.get_device_capability()[0] == 9
         matrices = [quantized.fc, *(getattr(quantized.layers[0], name) for name in MATRICES)]
         assert all(matrix.is_streamed is streams for matrix in matrices)
+        assert quantized.layers[0].gate_up_proj.in_turns is streams
     said = [r.message for r in caplog.records if "are not streamed" in r.message]
     assert sum("fc, qkv_proj, o_proj, gate_up_proj, down_proj in float32" in m for m in said) == 1
 

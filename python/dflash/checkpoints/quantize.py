@@ -85,7 +85,9 @@ def _quantized(matrix: Matrix) -> Fp8Matrix:
 
 def _quantized_gate_up(matrix: Matrix) -> Fp8Matrix:
     gate_up = _whole(matrix)
-    if gate_up.shape[0] % (2 * TURN) != 0:
+    # Where a GPU unpacks the weight, silu_mul wants rows longer than a turn.
+    is_unpacked = gate_up.is_cuda and not fp8_is_streamed(gate_up)
+    if is_unpacked or gate_up.shape[0] % (2 * TURN) != 0:
         return _quantized(gate_up)
     halves = (half.split(_part_rows(gate_up) // 2) for half in gate_up.chunk(2))
     parts = (in_turns(torch.cat(pair)) for pair in zip(*halves, strict=True))
