@@ -162,7 +162,17 @@ def test_linear_fp8_opcheck():
 @pytest.mark.parametrize("rows", [1, 2, 16, 17, 33, 64, 65, 127, 128, 129, 300])
 @pytest.mark.parametrize(
     "outputs,size",
-    [(8, 8), (1, 64), (77, 72), (576, 1536), (960, 576), (4096, 4096), (6144, 4096), (24576, 512), (300, 20480)],
+    [
+        (8, 8),
+        (1, 64),
+        (77, 72),
+        (576, 1536),
+        (960, 576),
+        (4096, 4096),
+        (6144, 4096),
+        (24576, 512),
+        (300, 20480),
+    ],
 )
 def test_streamed_equals_torch(dtype, rows, outputs, size):
     x, weight, packed, scale, bias = operands(rows, outputs, size, dtype, "cuda")
@@ -174,7 +184,9 @@ def test_streamed_equals_torch(dtype, rows, outputs, size):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("outputs,size", [(77, 72), (576, 1536), (4096, 4096), (6144, 4096), (24576, 512)])
+@pytest.mark.parametrize(
+    "outputs,size", [(77, 72), (576, 1536), (4096, 4096), (6144, 4096), (24576, 512)]
+)
 def test_streamed_row_does_not_depend_on_the_others(outputs, size):
     x, _, packed, scale, bias = operands(200, outputs, size, torch.bfloat16, "cuda")
     together = linear_fp8(x, packed, scale, bias)
