@@ -410,13 +410,13 @@ __global__ void __launch_bounds__(128 * W + 32, N <= 32 && !Epilogue::kPacked ? 
   [[maybe_unused]] uint8_t* const places = smem + L::epilogue_at(1, plan.num_stages, 0);
   if constexpr (Epilogue::kHasState) epilogue.template begin<N, W>(plan.num_rows, places);
   for (int tile = work.first_tile; tile < plan.num_tiles; tile += work.tile_step) {
-    const int column = (tile * W + group) * kGroupRows;
-    const auto& outputs = of_tile(epilogue, column);
+    const auto& outputs = of_tile(epilogue, (tile * W + group) * kGroupRows);
     if constexpr (Epilogue::kPacked) {
       accumulate_packed<T, L, N, kAtoms>(acc, ring, work.num_steps, group);
     } else {
       accumulate<T, L, N, kAtoms>(acc, ring, work.num_steps, group);
     }
+    const int column = (tile * W + group) * kGroupRows;
     uint8_t* place = smem + L::epilogue_at(plan.num_splits, plan.num_stages, group);
     if (!has_pair) {
       outputs.template finish<0, N>(acc, plan.num_rows, column, place);
