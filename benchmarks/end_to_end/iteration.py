@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Milliseconds an iteration, and what the GPU idles between two: Qwen3-8B's shape with random weights, synthetic AL.
 
-    python -m benchmarks.end_to_end.iteration [--batch 1 4 8 16 32] [--no-draft] [--weights uniform] [--out FOLDER]
+    python -m benchmarks.end_to_end.iteration [--batch 1 4 8 16 32] [--no-draft | --draft-quantization fp8]
+        [--weights uniform] [--enforce-eager] [--out FOLDER]
 
 Prompts of 128 random tokens, N = 15, conditional acceptance rates chosen for AL 6.5. Steady state: all requests run
 and nobody joins.
@@ -18,7 +19,8 @@ from benchmarks import report
 from benchmarks.shapes import WEIGHTS, qwen3_8b, qwen3_8b_draft
 
 from dflash import SamplingParams
-from dflash.engine.args import EngineArgs
+from dflash.checkpoints.quantize import quantize_draft
+from dflash.engine.args import DRAFT_QUANTIZATIONS, EngineArgs
 from dflash.engine.build import assemble
 from dflash.engine.core import Core
 from dflash.engine.graphs import CapturedStep
@@ -63,6 +65,9 @@ def make_core(args: argparse.Namespace) -> Core:
     drafter = None
     if not args.no_draft:
         weights = random.draft(qwen3_8b_draft())
+        if args.draft_quantization:
+            weights = quantize_draft(qwen3_8b_draft(), weights)
+            torch.cuda.empty_cache()  # of what they were
         drafter = Drafter(qwen3_8b_draft(), weights, target.embed_tokens, target.lm_head, settings)
     return assemble(engine_args, target, drafter, n, settings).core
 
@@ -154,6 +159,7 @@ def main() -> None:
     parser.add_argument("--num-iterations", type=int, default=60)
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--no-draft", action="store_true")
+    parser.add_argument("--draft-quantization", choices=DRAFT_QUANTIZATIONS, default=None)
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--weights", choices=WEIGHTS, default="normal")
     parser.add_argument("--out", default=None)
@@ -165,6 +171,8 @@ def main() -> None:
         rows.append(measure(core, gaps, batch, args.num_iterations))
         print(rows[-1], flush=True)
     name = "iteration_no_draft" if args.no_draft else "iteration"
+    if args.draft_quantization:
+        name += f"_draft_{args.draft_quantization}"
     figures = {"rows": rows, "eager": args.enforce_eager, "weights": args.weights}
     print(report.write(name, figures, args.out))
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the time of one iteration goes, kernel by kernel: figures by kind, and a picture of the whole graph.
 
-    python -m benchmarks.end_to_end.timeline [--batch 1 32] [--weights uniform] [--out FOLDER] [--plot FILE.png]
+    python -m benchmarks.end_to_end.timeline [--batch 1 32] [--draft-quantization fp8] [--weights uniform]
+        [--out FOLDER] [--plot FILE.png]
 
 The same pair and settings as benchmarks.end_to_end.iteration, one replay under torch's profiler after a warm-up.
 """
@@ -19,6 +20,7 @@ from benchmarks.end_to_end.iteration import NUM_WARMUP, PROMPT_LEN, make_core
 from benchmarks.shapes import WEIGHTS
 
 from dflash import SamplingParams
+from dflash.engine.args import DRAFT_QUANTIZATIONS
 from dflash.engine.core import Core
 
 KINDS = (  # the first whose word a name has: a product with SwiGLU behind it is a product
@@ -120,6 +122,7 @@ def write_picture(path: Path, runs: dict[int, list[Kernel]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--draft-quantization", choices=DRAFT_QUANTIZATIONS, default=None)
     parser.add_argument("--weights", choices=WEIGHTS, default="normal")
     parser.add_argument("--out", default=None)
     parser.add_argument("--plot", type=Path, default=None)
@@ -131,7 +134,8 @@ def main() -> None:
     rows = {str(batch): by_kind(kernels) for batch, kernels in runs.items()}
     for batch, row in rows.items():
         print(batch, row, flush=True)
-    print(report.write("timeline", {"weights": args.weights, "batches": rows}, args.out))
+    name = f"timeline_draft_{args.draft_quantization}" if args.draft_quantization else "timeline"
+    print(report.write(name, {"weights": args.weights, "batches": rows}, args.out))
     if args.plot is not None:
         write_picture(args.plot, runs)
 

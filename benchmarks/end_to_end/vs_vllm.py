@@ -224,7 +224,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--out", default=None)
     args = parser.parse_args()
     args.max_model_len = max(args.contexts) + MAX_OUTPUT + MODEL_LEN_MARGIN
-    args.enforce_eager = False
+    args.enforce_eager, args.draft_quantization = False, None
     return args
 
 

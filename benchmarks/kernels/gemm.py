@@ -5,6 +5,8 @@
 
 Microseconds a product in a CUDA graph of products over weights rotated past the L2, median of the replays, both
 kinds in one process by turns. The floor is the weight's bytes at 4.3 TB/s or the multiplications at 790 TFLOP/s.
+`fp8` is the same product with e4m3 weights (linear_fp8), of gate_up with SwiGLU, `fp8 floor` that of half the bytes; a
+head has none.
 `plan` is what `linear_plan` says: [rows, warpgroups, splits], nothing where the library serves.
 """
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 
 import torch
 from benchmarks import report
@@ -19,7 +22,9 @@ from benchmarks.kernels.ops import BYTES_PER_US, DEVICE, FLOPS_PER_US, L2_BYTES,
 from benchmarks.timing import captured, median_us
 
 from dflash.ops.linear import linear, linear_plan
+from dflash.ops.linear_fp8 import linear_fp8, pack_fp8, quantize_fp8
 from dflash.ops.linear_silu_mul import linear_silu_mul
+from dflash.ops.linear_silu_mul_fp8 import linear_silu_mul_fp8
 from dflash.ops.silu_mul import silu_mul
 
 LAYER = {
@@ -44,13 +49,29 @@ MAX_COPIES = 24
 GRAPH_US = 1500
 
 
+def fp8_products(
+    name: str, weights: list[torch.Tensor], x: torch.Tensor, y: torch.Tensor, count: int
+) -> list[Callable[[], torch.Tensor]]:
+    """The products with e4m3 weights, twice as many copies of half the size."""
+    packed = []
+    for weight in [*weights, *(weight.flip(0) for weight in weights)]:
+        rounded, scale = quantize_fp8(weight)
+        packed.append((pack_fp8(rounded), scale))
+    turns = [packed[i % len(packed)] for i in range(count)]
+    if name.endswith("gate_up"):
+        half = y[:, : y.shape[1] // 2].contiguous()
+        return [lambda w=w: linear_silu_mul_fp8(x, *w, half) for w in turns]
+    return [lambda w=w: linear_fp8(x, *w, None, y) for w in turns]
+
+
 def measure(name: str, outputs: int, size: int, rows: int, replays: int) -> dict:
     moved = 2 * outputs * size
     copies = int(min(MAX_COPIES, max(3, 4 * L2_BYTES // moved)))
     weights = [randn(outputs, size) for _ in range(copies)]
     x, y = randn(rows, size), torch.empty(rows, outputs, dtype=torch.bfloat16, device=DEVICE)
     # Long enough that the start of a replay does not count.
-    floor = max(moved / BYTES_PER_US, 2.0 * rows * outputs * size / FLOPS_PER_US)
+    multiplied = 2.0 * rows * outputs * size / FLOPS_PER_US
+    floor = max(moved / BYTES_PER_US, multiplied)
     turns = weights * math.ceil(GRAPH_US / (copies * (floor + 2)))
     graphs = {
         "us": captured([lambda w=w: linear(x, w, None, y) for w in turns]),
@@ -62,6 +83,8 @@ def measure(name: str, outputs: int, size: int, rows: int, replays: int) -> dict
         graphs["library_and_silu_mul_us"] = captured(
             [lambda w=w: silu_mul(torch.mm(x, w.T, out=y), half) for w in turns]
         )
+    if not name.endswith("head"):
+        graphs["fp8_us"] = captured(fp8_products(name, weights, x, y, len(turns)))
     times = median_us(graphs, len(turns), replays)
     return {
         "matrix": name,
@@ -70,6 +93,7 @@ def measure(name: str, outputs: int, size: int, rows: int, replays: int) -> dict
         "rows": rows,
         "plan": linear_plan(x, weights[0]),
         "floor_us": round(floor, 2),
+        "fp8_floor_us": round(max(moved / 2 / BYTES_PER_US, multiplied), 2),
         **{kind: round(us, 2) for kind, us in times.items()},
         "share_of_floor": round(floor / times["us"], 3),
     }
@@ -81,20 +105,24 @@ def main() -> None:
     parser.add_argument("--replays", type=int, default=11)
     args = parser.parse_args()
     figures = []
-    print(f"{'matrix':14} {'rows':>4} {'floor':>7} {'us':>7} {'library':>8} {'fused':>7}")
+    columns = ("floor_us", "us", "library_us", "fused_us", "fp8_floor_us", "fp8_us")
+    heads = (column.removesuffix("_us").replace("_", " ") for column in columns)
+    print(f"{'matrix':14} {'rows':>4}" + "".join(f" {head:>9}" for head in heads))
     for name, (outputs, size) in (LAYER | OTHERS).items():
         for rows in ROWS:
             row = measure(name, outputs, size, rows, args.replays)
             figures.append(row)
-            fused = row.get("fused_us", "")
-            print(
-                f"{name:14} {rows:4} {row['floor_us']:7} {row['us']:7} {row['library_us']:8} {fused:>7}",
-                flush=True,
-            )
+            line = "".join(f" {row.get(key, ''):>9}" for key in columns)
+            print(f"{name:14} {rows:4}{line}", flush=True)
     for rows in ROWS:
         layer = [row for row in figures if row["matrix"] in LAYER and row["rows"] == rows]
-        sums = {key: round(sum(row[key] for row in layer), 1) for key in ("us", "library_us")}
-        print(f"a layer at {rows} rows: {sums['us']} us, the library {sums['library_us']} us")
+        ours = sum(row.get("fused_us", row["us"]) for row in layer)
+        library = sum(row.get("library_and_silu_mul_us", row["library_us"]) for row in layer)
+        fp8, fp8_floor = (sum(row[key] for row in layer) for key in ("fp8_us", "fp8_floor_us"))
+        print(
+            f"a layer with SwiGLU at {rows} rows: {ours:.1f} us, the library {library:.1f} us, "
+            f"fp8 {fp8:.1f} us (floor {fp8_floor:.1f})"
+        )
     print(report.write("gemm", figures, args.out))
 
 

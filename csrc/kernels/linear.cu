@@ -12,7 +12,7 @@ namespace {
 
 template <typename T>
 struct LinearEpilogue {
-  static constexpr bool kInterleaved = false, kHasState = false;
+  static constexpr bool kInterleaved = false, kHasState = false, kPacked = false;
   static constexpr int kBytes = gemm::RowStore<T, 2>::kBytes;
 
   gemm::RowStore<T, 2> rows;
@@ -37,7 +37,7 @@ struct LinearEpilogue {
 
 // The sums, neither rounded nor moved.
 struct SumsEpilogue {
-  static constexpr bool kInterleaved = false, kHasState = false;
+  static constexpr bool kInterleaved = false, kHasState = false, kPacked = false;
   static constexpr int kBytes = 0;
 
   float* output;

@@ -13,7 +13,7 @@ namespace {
 
 template <typename T>
 struct SiluMulEpilogue {
-  static constexpr bool kInterleaved = true, kHasState = false;
+  static constexpr bool kInterleaved = true, kHasState = false, kPacked = false;
   static constexpr int kBytes = gemm::RowStore<T, 1>::kBytes;
 
   gemm::RowStore<T, 1> rows;

@@ -32,7 +32,7 @@ __device__ __forceinline__ uint64_t larger(uint64_t a, uint64_t b) { return a > 
 // N rows. The place of a warpgroup: sums [16, kPitch], keys [N], and the noise of every third row.
 template <int N>
 struct SampleEpilogue {
-  static constexpr bool kInterleaved = false, kHasState = true;
+  static constexpr bool kInterleaved = false, kHasState = true, kPacked = false;
   static constexpr int kNoises = (N + kWarpgroups - 1) / kWarpgroups;
   static constexpr int kNoiseAt = kSumBytes + N * static_cast<int>(sizeof(uint64_t));
   static constexpr int kBytes =

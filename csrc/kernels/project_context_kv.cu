@@ -20,7 +20,7 @@ constexpr int64_t kMaxRows = 64;  // with more, a library GEMM and a kernel that
 
 template <typename T>
 struct ContextKvEpilogue {
-  static constexpr bool kInterleaved = false, kHasState = false;
+  static constexpr bool kInterleaved = false, kHasState = false, kPacked = false;
   static constexpr int kStagedBytes = kPieceRows * kPitch * 2;
   static constexpr int kScratchBytes = kThreads / kLanes * kTileOutputs * 4;
   static constexpr int kBytes = (kStagedBytes + kScratchBytes) / kWarpgroups;

@@ -73,6 +73,7 @@ def test_engine_and_sampling_arguments_arrive(run):
         "--device", "cpu", "--num-speculative-tokens", "4", "--max-model-len", "99",
         "--max-num-batched-tokens", "64", "--warmup", "0",
         "--enable-prefix-caching", "--draft-method", "autoregressive",
+        "--draft-quantization", "fp8",
     )  # fmt: skip
     assert code == 0, err
     (llm, *made), (plain, *_) = fake.FakeLLM.made
@@ -83,6 +84,7 @@ def test_engine_and_sampling_arguments_arrive(run):
             "dtype": "float32",
             "device": "cpu",
             "draft_method": "autoregressive",
+            "draft_quantization": "fp8",
             "num_speculative_tokens": 4,
             "max_num_seqs": 3,
             "max_model_len": 99,

@@ -102,6 +102,12 @@ def test_a_small_model_may_draft(run):
     assert made == [("demo", "small/model", "autoregressive"), ("demo", None, "dflash")]
 
 
+def test_a_drafter_may_be_quantized(run):
+    run("generate", "--draft-quantization", "fp8", "hi")
+    run("generate", "hi")
+    assert [a["draft_quantization"] for _, _, a in fake.FakeLLM.made] == ["fp8", None]
+
+
 @pytest.mark.parametrize(
     "arguments,message",
     [

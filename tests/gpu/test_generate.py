@@ -62,6 +62,23 @@ def test_demo_pair_bf16_accepts_drafts():
     assert 2.5 < acceptance_length < 6.0
 
 
+def test_demo_pair_with_fp8_drafts():
+    """fp32 on the GPU takes the unpacked products, bf16 the streamed ones; neither changes an answer."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    fp8, plain = _answers("float32", True, draft_quantization="fp8"), _answers("float32", False)
+    assert [o.outputs[0].token_ids for o in fp8] == [o.outputs[0].token_ids for o in plain]
+    strict = {"strict": True, "num_speculative_tokens": 7}
+    fp8 = _answers("bfloat16", True, draft_quantization="fp8", **strict)
+    whole = _answers("bfloat16", True, **strict)
+    assert [o.outputs[0].token_ids for o in fp8] == [o.outputs[0].token_ids for o in whole]
+    lengths = []
+    for outputs in (fp8, whole):
+        drafts = sum(o.statistics.num_drafts for o in outputs)
+        lengths.append(1 + sum(o.statistics.num_accepted_tokens for o in outputs) / drafts)
+    print(f"demo pair, bf16: AL {lengths[0]:.2f} with fp8 drafts, {lengths[1]:.2f} without")
+    assert abs(lengths[0] - lengths[1]) < 0.4
+
+
 def test_native_equals_sdpa_backend():
     native = _answers("float32", True)
     sdpa = _answers("float32", True, attention_backend="sdpa", draft_attention_backend="sdpa")

@@ -110,6 +110,13 @@ def test_the_models_own_config_fills_what_a_given_one_leaves_open(model, draft):
     assert not torch.equal(expected, plain)
 
 
+def test_a_quantized_drafter_answers_the_same(model, draft):
+    inputs = batch(7, 12)
+    arguments = {"engine_args": {"draft_quantization": "fp8"}}
+    assert torch.equal(drafted(model, inputs, draft, **arguments), greedy(model, inputs))
+    assert integration._sessions[model]._draft[1].kv_proj is not None
+
+
 def test_only_special_tokens_of_old_configs_fill_a_given_one(monkeypatch):
     old = GenerationConfig(eos_token_id=5, repetition_penalty=1.3)
     old.transformers_version = "4.40.0"

@@ -270,12 +270,32 @@ inline std::vector<int64_t> linear_plan(const at::Tensor& x, const at::Tensor& w
   return op.call(x, weight);
 }
 
+// output = x @ (weight * scale)^T + bias for an e4m3 weight with a scale an output: sums in fp32, times the scale, plus
+// the bias. weight is packed, [ceil(M / 64), ceil(K / 64), 4096], zeros past M and K: dflash.ops.linear_fp8.pack_fp8
+// makes it and csrc/kernels/common/fp8_weight.h says where a weight lies. On sm_90, fp16 or bf16 x (16-byte aligned): half
+// of linear's bytes, read as early, and so are scale and bias; 128 rows at a time, a row's bits independent of the
+// others. Elsewhere on a GPU the weight is unpacked into the dtype of x, a part at a time, for linear. No weight is NaN.
+inline void linear_fp8(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scale,
+                       const std::optional<at::Tensor>& bias, at::Tensor output) {
+  static const auto op = detail::find<decltype(linear_fp8)>("dflash::linear_fp8");
+  return op.call(x, weight, scale, bias, output);
+}
+
 // output = silu(x @ gate^T) * (x @ up^T), weight [2 * I, K] = gate then up, both products rounded as linear's. One
 // kernel where linear streams the weights and I % 8 is 0, with the bits of linear and silu_mul; else these two.
 // The weight is read as early as linear's.
 inline void linear_silu_mul(const at::Tensor& x, const at::Tensor& weight, at::Tensor output) {
   static const auto op = detail::find<decltype(linear_silu_mul)>("dflash::linear_silu_mul");
   return op.call(x, weight, output);
+}
+
+// output = silu(gate) * up of linear_fp8's products, both rounded as linear_fp8's; weight and scale have 8 rows of gate
+// and 8 of up in turns (dflash.ops.linear_silu_mul_fp8.in_turns), I % 8 is 0. One kernel where linear_fp8 streams, with
+// the bits of linear_fp8 and silu_mul; else these two.
+inline void linear_silu_mul_fp8(const at::Tensor& x, const at::Tensor& weight,
+                                const at::Tensor& scale, at::Tensor output) {
+  static const auto op = detail::find<decltype(linear_silu_mul_fp8)>("dflash::linear_silu_mul_fp8");
+  return op.call(x, weight, scale, output);
 }
 
 // output = silu(gate) * up, gate_up [T, 2 * I] = gate then up.

@@ -35,6 +35,19 @@ inline cudaError_t make_interleaved_map(CUtensorMap* map, const Operands& o, int
                           {half / 8, 8 * o.weight_stride, box_rows / 16}});
 }
 
+// Tiles of the packed weight, each 8 rows of 512 bytes.
+inline cudaError_t make_packed_map(CUtensorMap* map, const Operands& o, int warpgroups,
+                                   int num_atoms) {
+  constexpr int kRow = 256, kTile = fp8::kTileBytes / 2;  // of two bytes each
+  const int64_t atoms = fp8::num_tiles(o.size), groups = fp8::num_tiles(o.num_outputs);
+  return make_tensor_map(map, o.dtype, o.weight,
+                         {{kRow, 1, kRow},
+                          {kTile / kRow, kRow, kTile / kRow},
+                          {atoms, kTile, num_atoms},
+                          {groups, atoms * kTile, warpgroups}},
+                         TensorMapSwizzle::kNone);
+}
+
 inline int num_tiles(int64_t num_outputs, int warpgroups) {
   const int tile_rows = warpgroups * kGroupRows;
   return static_cast<int>((num_outputs + tile_rows - 1) / tile_rows);
@@ -49,8 +62,8 @@ inline int num_ctas(int num_tiles, int num_splits) {
 template <typename T, int N, int W, class Epilogue>
 cudaError_t launch_shape(const Operands& o, int num_splits, const Epilogue& epilogue,
                          cudaStream_t stream) {
-  constexpr int kAtoms = N <= 32 ? 2 : 1;
-  using L = Layout<N, W, kAtoms, Epilogue::kBytes>;
+  constexpr int kAtoms = N <= 32 || Epilogue::kPacked ? 2 : 1;
+  using L = Layout<N, W, kAtoms, Epilogue>;
   constexpr int kTileRows = W * kGroupRows;
   const auto kernel = gemm_kernel<T, N, W, kAtoms, Epilogue>;
 
@@ -64,10 +77,10 @@ cudaError_t launch_shape(const Operands& o, int num_splits, const Epilogue& epil
 
   CUtensorMap weight, x;
   cudaError_t error =
-      Epilogue::kInterleaved
-          ? make_interleaved_map(&weight, o, kTileRows)
-          : make_rows_map(&weight, o.dtype, o.weight, o.num_outputs, o.size, o.weight_stride,
-                          kTileRows);
+      Epilogue::kPacked        ? make_packed_map(&weight, o, W, kAtoms)
+      : Epilogue::kInterleaved ? make_interleaved_map(&weight, o, kTileRows)
+                               : make_rows_map(&weight, o.dtype, o.weight, o.num_outputs, o.size,
+                                               o.weight_stride, kTileRows);
   if (error != cudaSuccess) return error;
   error = make_rows_map(&x, o.dtype, o.x, o.num_rows, o.size, o.x_stride, N);
   if (error != cudaSuccess) return error;
@@ -93,12 +106,15 @@ template <typename T, int N, class Epilogue>
 cudaError_t launch_rows(const Operands& o, const Choice& c, const Epilogue& epilogue,
                         cudaStream_t stream) {
   if (c.warpgroups == 3) return launch_shape<T, N, 3>(o, c.splits, epilogue, stream);
+  if constexpr (Epilogue::kPacked) {
+    if (c.warpgroups == 2) return launch_shape<T, N, 2>(o, c.splits, epilogue, stream);
+  }
   return launch_shape<T, N, 1>(o, c.splits, epilogue, stream);
 }
 
 template <typename T, class Epilogue>
 cudaError_t launch_gemm(const Operands& o, const Epilogue& epilogue, cudaStream_t stream) {
-  const Choice c = choose(o);
+  const Choice c = Epilogue::kPacked ? choose_packed(o) : choose(o);
   switch (c.rows) {
     case 16: return launch_rows<T, 16>(o, c, epilogue, stream);
     case 32: return launch_rows<T, 32>(o, c, epilogue, stream);

@@ -8,6 +8,7 @@
 // Bytes moved: the weight once, x once a tile (from the L2), y once.
 #pragma once
 
+#include "fp8_weight.h"
 #include "gemm_plan.h"
 #include "mma.h"
 #include "overlap.h"
@@ -30,11 +31,12 @@ struct Plan {
 };
 
 // N rows of x, W warpgroups, kAtoms atoms of K a stage, and what a warpgroup's epilogue needs.
-template <int N, int W, int kAtoms, int kEpilogueBytes>
+template <int N, int W, int kAtoms, class Epilogue>
 struct Layout {
   static constexpr int kConsumers = 128 * W;
   static constexpr int kThreads = kConsumers + 32;
-  static constexpr int kWeightAtomBytes = W * kGroupRows * 128;
+  static constexpr int kEpilogueBytes = Epilogue::kBytes;
+  static constexpr int kWeightAtomBytes = W * kGroupRows * kAtom * (Epilogue::kPacked ? 1 : 2);
   static constexpr int kRowsAtomBytes = N * 128;
   static constexpr int kRowsAt = kAtoms * kWeightAtomBytes;
   static constexpr int kStageBytes = kRowsAt + kAtoms * kRowsAtomBytes;
@@ -115,14 +117,19 @@ struct Producer {
 
   __device__ __forceinline__ void load_weight(const Ring<L>& ring) {
     mbarrier_arrive_expect(ring.full_barrier(), L::kStageBytes);
+    if constexpr (Epilogue::kPacked) {
+      const int atom = work.first_atom + step * kAtoms;
+      tma_load(ring.address(), weight, ring.full_barrier(), once, 0, 0, atom, tile * W);
+    } else {
 #pragma unroll
-    for (int a = 0; a < kAtoms; ++a) {
-      const int k = (work.first_atom + step * kAtoms + a) * kAtom;
-      const uint32_t to = ring.address() + a * L::kWeightAtomBytes;
-      if constexpr (Epilogue::kInterleaved) {
-        tma_load(to, weight, ring.full_barrier(), once, k, 0, 0, tile * (W * kGroupRows / 16));
-      } else {
-        tma_load(to, weight, ring.full_barrier(), once, k, tile * (W * kGroupRows));
+      for (int a = 0; a < kAtoms; ++a) {
+        const int k = (work.first_atom + step * kAtoms + a) * kAtom;
+        const uint32_t to = ring.address() + a * L::kWeightAtomBytes;
+        if constexpr (Epilogue::kInterleaved) {
+          tma_load(to, weight, ring.full_barrier(), once, k, 0, 0, tile * (W * kGroupRows / 16));
+        } else {
+          tma_load(to, weight, ring.full_barrier(), once, k, tile * (W * kGroupRows));
+        }
       }
     }
   }
@@ -185,6 +192,18 @@ __device__ __forceinline__ void multiply(float (&acc)[N / 8][4], uint32_t stage,
   wgmma_commit();
 }
 
+// The same with an atom's weights in registers, which must stay until it is done.
+template <typename T, int N>
+__device__ __forceinline__ void multiply_atom(float (&acc)[N / 8][4],
+                                              const uint32_t (&weights)[kAtom / 16][4],
+                                              uint32_t rows_at) {
+  const uint64_t rows = swizzled_matrix(rows_at);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kAtom / 16; ++k) wgmma<T>(acc, weights[k], rows + 2 * k);
+  wgmma_commit();
+}
+
 // Until all products but the last call's are done.
 __device__ __forceinline__ void multiply_wait_last() { wgmma_wait<1>(); }
 __device__ __forceinline__ void multiply_wait_all() { wgmma_wait<0>(); }
@@ -194,6 +213,21 @@ __device__ __forceinline__ void multiply_wait_all() { wgmma_wait<0>(); }
 // Where the 16 bytes from `column` (of 128) of a row lie in a swizzled matrix.
 __device__ __forceinline__ uint32_t swizzled_row(uint32_t matrix, int row, int column) {
   return matrix + row * 128 + (column ^ ((row & 7) << 4));
+}
+
+// acc += 16 weight rows x 16 elements of K of the rows of a swizzled matrix.
+template <typename T, int N>
+__device__ __forceinline__ void multiply_rows(float (&acc)[N / 8][4], const uint32_t (&w)[4],
+                                              uint32_t rows, int k) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int n = 0; n < N / 16; ++n) {
+    uint32_t r[4];
+    ldmatrix_x4(r, swizzled_row(rows, n * 16 + lane / 16 * 8 + lane % 8,
+                                k * 32 + lane / 8 % 2 * 16));
+    mma_m16n8k16<T>(acc[2 * n], w, r[0], r[1]);
+    mma_m16n8k16<T>(acc[2 * n + 1], w, r[2], r[3]);
+  }
 }
 
 // NOTE: the portable body. The host launches it nowhere yet: sm_100f has the library's GEMM.
@@ -208,22 +242,70 @@ __device__ __forceinline__ void multiply(float (&acc)[N / 8][4], uint32_t stage,
     for (int k = 0; k < kAtom / 16; ++k) {
       uint32_t w[4];
       ldmatrix_x4(w, swizzled_row(weight, warp * 16 + lane % 16, k * 32 + lane / 16 * 16));
-#pragma unroll
-      for (int n = 0; n < N / 16; ++n) {
-        uint32_t r[4];
-        ldmatrix_x4(r, swizzled_row(rows, n * 16 + lane / 16 * 8 + lane % 8,
-                                    k * 32 + lane / 8 % 2 * 16));
-        mma_m16n8k16<T>(acc[2 * n], w, r[0], r[1]);
-        mma_m16n8k16<T>(acc[2 * n + 1], w, r[2], r[3]);
-      }
+      multiply_rows<T, N>(acc, w, rows, k);
     }
   }
+}
+
+template <typename T, int N>
+__device__ __forceinline__ void multiply_atom(float (&acc)[N / 8][4],
+                                              const uint32_t (&weights)[kAtom / 16][4],
+                                              uint32_t rows) {
+#pragma unroll
+  for (int k = 0; k < kAtom / 16; ++k) multiply_rows<T, N>(acc, weights[k], rows, k);
 }
 
 __device__ __forceinline__ void multiply_wait_last() { __syncwarp(); }
 __device__ __forceinline__ void multiply_wait_all() { __syncwarp(); }
 
 #endif
+
+// A thread's weights of an atom, as four fragments.
+template <typename T>
+__device__ __forceinline__ void widen_atom(uint32_t (&weights)[kAtom / 16][4],
+                                           const uint32_t (&packed)[kAtom / 32][4]) {
+#pragma unroll
+  for (int k = 0; k < kAtom / 16; ++k) {
+    const uint32_t(&words)[4] = packed[k / 2];
+    fp8::widen<T>(words[k % 2 * 2], weights[k][0], weights[k][1]);
+    fp8::widen<T>(words[k % 2 * 2 + 1], weights[k][2], weights[k][3]);
+  }
+}
+
+// accumulate for packed weights: an atom is widened while the products of the one before run, so
+// two sets of fragments are alive, and a stage is given back in the middle of the next.
+template <typename T, class L, int N, int kAtoms>
+__device__ __forceinline__ void accumulate_packed(float (&acc)[N / 8][4], Ring<L>& ring,
+                                                  int num_steps, int group) {
+  static_assert(kAtoms == 2, "the ring's stage is one atom behind");
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const uint32_t mine = group * kAtoms * fp8::kTileBytes + warp * fp8::kWarpBytes + lane * 16;
+#pragma unroll
+  for (int j = 0; j < N / 8; ++j) acc[j][0] = acc[j][1] = acc[j][2] = acc[j][3] = 0.0f;
+  uint32_t last = 0;
+  for (int step = 0; step < num_steps; ++step) {
+    mbarrier_wait(ring.full_barrier(), ring.parity);
+    const uint32_t stage = ring.address();
+    uint32_t packed[kAtoms][kAtom / 32][4];
+#pragma unroll
+    for (int i = 0; i < kAtoms * (kAtom / 32); ++i) {
+      const uint32_t from = stage + mine + i / 2 * fp8::kTileBytes + i % 2 * fp8::kWarpBytes / 2;
+      load_shared_words(packed[i / 2][i % 2], from);
+    }
+#pragma unroll
+    for (int a = 0; a < kAtoms; ++a) {
+      multiply_wait_last();
+      if (a == 1 && step > 0 && lane == 0) mbarrier_arrive(last);
+      uint32_t weights[kAtom / 16][4];
+      widen_atom<T>(weights, packed[a]);
+      multiply_atom<T, N>(acc, weights, stage + L::kRowsAt + a * L::kRowsAtomBytes);
+    }
+    last = ring.empty_barrier();
+    ring.advance();
+  }
+  multiply_wait_all();
+  if (lane == 0) mbarrier_arrive(last);
+}
 
 // A tile's products into acc; every stage is given back once its products are done.
 template <typename T, class L, int N, int kAtoms>
@@ -267,18 +349,30 @@ __device__ __forceinline__ void exchange(float (&acc)[N / 8][4], const Ring<L>& 
   }
 }
 
+// What finishes a tile, with what it needs of memory already asked for where weights are packed.
+template <class Epilogue>
+__device__ __forceinline__ decltype(auto) of_tile(const Epilogue& epilogue, int column) {
+  if constexpr (Epilogue::kPacked) {
+    return epilogue.of_tile(column);
+  } else {
+    return (epilogue);
+  }
+}
+
 // Epilogue: kInterleaved (8 rows of the weight's first half and 8 of its second take turns, through
-// a tensor map that says so), kBytes of shared memory a warpgroup, and
+// a tensor map that says so), kPacked (the weight is fp8_weight.h's, and of_tile(column), called
+// before the products and before the predecessor is done, has finish), kBytes of shared memory a
+// warpgroup, and
 // finish<kFirst, kRows>(acc, num_rows, column, smem): rows kFirst.. of a warpgroup's 64 columns of
 // the product, as the fragments of mma.sync m16n8k16 with the columns as M.
 // With kHasState, for one split only: begin<N, W>(num_rows, smem) and end<N, W>(num_rows, smem) of
 // all W warpgroups before and after a CTA's tiles, with the place of the first warpgroup; those of
 // the others follow it.
 template <typename T, int N, int W, int kAtoms, class Epilogue>
-__global__ void __launch_bounds__(128 * W + 32, N <= 32 && W != 2 ? 2 : 1)
+__global__ void __launch_bounds__(128 * W + 32, N <= 32 && W != 2 && !Epilogue::kPacked ? 2 : 1)
     gemm_kernel(const __grid_constant__ CUtensorMap weight, const __grid_constant__ CUtensorMap x,
                 const Plan plan, const __grid_constant__ Epilogue epilogue) {
-  using L = Layout<N, W, kAtoms, Epilogue::kBytes>;
+  using L = Layout<N, W, kAtoms, Epilogue>;
   extern __shared__ __align__(1024) uint8_t smem[];
   let_successor_start();
   const bool has_pair = !Epilogue::kHasState && plan.num_splits == 2;
@@ -316,20 +410,25 @@ __global__ void __launch_bounds__(128 * W + 32, N <= 32 && W != 2 ? 2 : 1)
   [[maybe_unused]] uint8_t* const places = smem + L::epilogue_at(1, plan.num_stages, 0);
   if constexpr (Epilogue::kHasState) epilogue.template begin<N, W>(plan.num_rows, places);
   for (int tile = work.first_tile; tile < plan.num_tiles; tile += work.tile_step) {
-    accumulate<T, L, N, kAtoms>(acc, ring, work.num_steps, group);
+    const auto& outputs = of_tile(epilogue, (tile * W + group) * kGroupRows);
+    if constexpr (Epilogue::kPacked) {
+      accumulate_packed<T, L, N, kAtoms>(acc, ring, work.num_steps, group);
+    } else {
+      accumulate<T, L, N, kAtoms>(acc, ring, work.num_steps, group);
+    }
     const int column = (tile * W + group) * kGroupRows;
     uint8_t* place = smem + L::epilogue_at(plan.num_splits, plan.num_stages, group);
     if (!has_pair) {
-      epilogue.template finish<0, N>(acc, plan.num_rows, column, place);
+      outputs.template finish<0, N>(acc, plan.num_rows, column, place);
       continue;
     }
     if constexpr (!Epilogue::kHasState) {
       if (work.split == 0) {
         exchange<L, N, 0>(acc, ring);
-        epilogue.template finish<0, N / 2>(acc, plan.num_rows, column, place);
+        outputs.template finish<0, N / 2>(acc, plan.num_rows, column, place);
       } else {
         exchange<L, N, 1>(acc, ring);
-        epilogue.template finish<N / 2, N / 2>(acc, plan.num_rows, column, place);
+        outputs.template finish<N / 2, N / 2>(acc, plan.num_rows, column, place);
       }
       return;
     }

@@ -21,7 +21,7 @@ PFN_cuTensorMapEncodeTiled_v12000 find_encoder() {
 }  // namespace
 
 cudaError_t make_tensor_map(CUtensorMap* map, DType dtype, const void* base,
-                            std::initializer_list<TensorMapDim> dims) {
+                            std::initializer_list<TensorMapDim> dims, TensorMapSwizzle swizzle) {
   static const PFN_cuTensorMapEncodeTiled_v12000 encode = find_encoder();
   if (encode == nullptr) return cudaErrorNotSupported;
   cuuint64_t sizes[kMaxRank], strides[kMaxRank];
@@ -37,7 +37,9 @@ cudaError_t make_tensor_map(CUtensorMap* map, DType dtype, const void* base,
       map,
       dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
       static_cast<cuuint32_t>(rank), const_cast<void*>(base), sizes, strides, box, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+      CU_TENSOR_MAP_INTERLEAVE_NONE,
+      swizzle == TensorMapSwizzle::kNone ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }

@@ -19,9 +19,13 @@ struct TensorMapDim {
   int box;
 };
 
-// Of a 16-bit tensor, innermost dimension first: boxes of 64 elements in 128-byte swizzled rows,
-// zeros outside. The driver's encoder is found at run time: nothing links libcuda.
+enum class TensorMapSwizzle { kNone, k128Bytes };
+
+// Of a 16-bit tensor, innermost dimension first: boxes of 64 elements in 128-byte swizzled rows, or
+// rows of any size as they are; zeros outside. The driver's encoder is found at run time: nothing
+// links libcuda.
 cudaError_t make_tensor_map(CUtensorMap* map, DType dtype, const void* base,
-                            std::initializer_list<TensorMapDim> dims);
+                            std::initializer_list<TensorMapDim> dims,
+                            TensorMapSwizzle swizzle = TensorMapSwizzle::k128Bytes);
 
 }  // namespace dflash

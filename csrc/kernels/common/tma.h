@@ -114,6 +114,13 @@ __device__ __forceinline__ void load_shared_float4(float (&v)[4], uint32_t addre
                : "memory");
 }
 
+__device__ __forceinline__ void load_shared_words(uint32_t (&v)[4], uint32_t address) {
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(address)
+               : "memory");
+}
+
 // A barrier of `threads` threads; id 0 is __syncthreads.
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");

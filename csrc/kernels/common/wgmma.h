@@ -60,6 +60,19 @@ __device__ __forceinline__ void wgmma_wait() {
     DFLASH_WGMMA(n, "f16", registers, a_at, b_at, __VA_ARGS__);    \
   }
 
+#define DFLASH_WGMMA_REGISTERS(n, type, registers, a0, a1, a2, a3, b_at, ...)           \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " {"     \
+               registers "}, {%" a0 ", %" a1 ", %" a2 ", %" a3 "}, %" b_at             \
+               ", 1, 1, 1, 0;\n"                                                       \
+               : __VA_ARGS__                                                           \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+#define DFLASH_WGMMA_REGISTERS_OF(n, registers, a0, a1, a2, a3, b_at, ...)                     \
+  if constexpr (std::is_same_v<T, BFloat16>) {                                                \
+    DFLASH_WGMMA_REGISTERS(n, "bf16", registers, a0, a1, a2, a3, b_at, __VA_ARGS__);          \
+  } else {                                                                                    \
+    DFLASH_WGMMA_REGISTERS(n, "f16", registers, a0, a1, a2, a3, b_at, __VA_ARGS__);           \
+  }
+
 // d [64, N] += a [64, 16] b [N, 16]^T, asynchronously.
 template <typename T>
 __device__ __forceinline__ void wgmma(float (&d)[2][4], uint64_t a, uint64_t b) {
@@ -81,6 +94,30 @@ __device__ __forceinline__ void wgmma(float (&d)[16][4], uint64_t a, uint64_t b)
   DFLASH_WGMMA_OF("128", DFLASH_R64, "64", "65", DFLASH_F32(0), DFLASH_F32(8));
 }
 
+// The same with a as a warp's fragment of mma.sync m16n8k16, which must stay until it is done.
+template <typename T>
+__device__ __forceinline__ void wgmma(float (&d)[2][4], const uint32_t (&a)[4], uint64_t b) {
+  DFLASH_WGMMA_REGISTERS_OF("16", DFLASH_R8, "8", "9", "10", "11", "12", DFLASH_F8(0));
+}
+
+template <typename T>
+__device__ __forceinline__ void wgmma(float (&d)[4][4], const uint32_t (&a)[4], uint64_t b) {
+  DFLASH_WGMMA_REGISTERS_OF("32", DFLASH_R16, "16", "17", "18", "19", "20", DFLASH_F16(0));
+}
+
+template <typename T>
+__device__ __forceinline__ void wgmma(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b) {
+  DFLASH_WGMMA_REGISTERS_OF("64", DFLASH_R32, "32", "33", "34", "35", "36", DFLASH_F32(0));
+}
+
+template <typename T>
+__device__ __forceinline__ void wgmma(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b) {
+  DFLASH_WGMMA_REGISTERS_OF("128", DFLASH_R64, "64", "65", "66", "67", "68", DFLASH_F32(0),
+                            DFLASH_F32(8));
+}
+
+#undef DFLASH_WGMMA_REGISTERS_OF
+#undef DFLASH_WGMMA_REGISTERS
 #undef DFLASH_WGMMA_OF
 #undef DFLASH_WGMMA
 #undef DFLASH_R64

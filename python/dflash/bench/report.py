@@ -26,6 +26,8 @@ def title_of(setup: dict) -> str:
     pair = setup["model"]
     if setup["draft"]:
         pair += f" + {setup['draft']} (N = {setup['num_speculative_tokens']})"
+        if setup.get("draft_quantization"):
+            pair += f" in {setup['draft_quantization']}"
     names = ("temperature", "top_p", "top_k")
     sampling = ", ".join(f"{name} {setup[name]:g}" for name in names if setup[name] is not None)
     sampling = sampling if setup["temperature"] else "greedy"

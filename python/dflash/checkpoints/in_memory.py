@@ -11,8 +11,9 @@ from torch import nn
 
 from dflash.checkpoints.config import TargetConfig
 from dflash.checkpoints.layout import canonical_names, check_layout, target_layout
+from dflash.checkpoints.matrix import Matrix
 from dflash.checkpoints.targets import parse_target_config
-from dflash.checkpoints.weights import Loader, Matrix, TargetWeights
+from dflash.checkpoints.weights import Loader, TargetWeights
 from dflash.errors import CheckpointError
 
 

@@ -47,6 +47,7 @@ def check_pair(target: TargetConfig, draft: DraftConfig, weights: DraftWeights) 
 def _mismatch(target: TargetConfig, draft: DraftConfig, weights: DraftWeights) -> str | None:
     decoder, num_taps = target.decoder, len(draft.target_layer_ids)
     hidden = decoder.hidden_size
+    assert isinstance(weights.fc, torch.Tensor)
     if weights.fc.shape[1] != num_taps * hidden:
         return (
             f"its fc takes {weights.fc.shape[1]} features, but {num_taps} taps of this target's "

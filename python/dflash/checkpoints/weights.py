@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
 
 import torch
 from rich.progress import Progress, TaskID
@@ -19,12 +18,8 @@ from dflash.checkpoints.layout import (
     draft_layout,
     target_layout,
 )
-from dflash.checkpoints.pair import (
-    Vocabulary,
-    check_pair,
-    shares_embedding,
-    shares_head,
-)
+from dflash.checkpoints.matrix import Matrix
+from dflash.checkpoints.pair import Vocabulary, shares_embedding, shares_head
 from dflash.checkpoints.reader import (
     TensorReader,
     progress_bar,
@@ -39,16 +34,10 @@ __all__ = [
     "DraftWeights",
     "LayerWeights",
     "Loader",
-    "Matrix",
     "TargetWeights",
-    "check_pair",
     "load_draft",
     "load_target",
 ]
-
-
-Matrix: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
-"""A matrix, or several that stand for their rows below each other; a bias likewise."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +49,11 @@ class LayerWeights:
     qkv_bias: Matrix | None  # [(num_heads + 2 * num_kv_heads) * head_dim]
     q_norm: torch.Tensor | None  # [head_dim]
     k_norm: torch.Tensor | None  # [head_dim]
-    o_proj: torch.Tensor  # [H, num_heads * head_dim]
+    o_proj: Matrix  # [H, num_heads * head_dim]
     o_bias: torch.Tensor | None  # [H]
     post_attention_layernorm: torch.Tensor  # [H]
     gate_up_proj: Matrix  # [2 * I, H], gate first
-    down_proj: torch.Tensor  # [H, I]
+    down_proj: Matrix  # [H, I]
     sinks: torch.Tensor | None = None  # [num_heads]
 
 
@@ -82,7 +71,7 @@ class TargetWeights:
 class DraftWeights:
     """A drafter; H its own hidden_size, H_target the target's."""
 
-    fc: torch.Tensor  # [H, num_taps * H_target]
+    fc: Matrix  # [H, num_taps * H_target]
     hidden_norm: torch.Tensor | None  # [H]
     layers: list[LayerWeights]
     norm: torch.Tensor  # [H]
@@ -90,6 +79,7 @@ class DraftWeights:
     lm_head: torch.Tensor | None  # [V or draft_vocab_size, H], or None: the target's
     d2t: torch.Tensor | None  # int64 [draft_vocab_size]: target id = k + d2t[k]
     mask_embedding: torch.Tensor | None  # [H]: replaces the mask token's embedding row
+    kv_proj: torch.Tensor | None = None  # K and V rows, layer by layer, of qkv_proj in fp8
 
 
 def load_target(

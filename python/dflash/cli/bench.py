@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dflash.bench.runner import Measurement, Side
 
 DEFAULT_INPUT_LEN = 128
+REPORTED = "draft_method", "draft_quantization", "max_num_seqs", "enable_prefix_caching"
 
 
 def bench(
@@ -33,11 +34,11 @@ def bench(
         ),
     ] = None,
     draft_method: Annotated[
-        str,
-        typer.Option(
-            help="dflash, or autoregressive: --draft is a small model of the same tokens."
-        ),
+        str, typer.Option(help="dflash, or autoregressive: a small model of the same tokens.")
     ] = DFLASH,
+    draft_quantization: Annotated[
+        str | None, typer.Option(help="fp8: the drafter's matrices at half their bytes.")
+    ] = None,
     dataset: Annotated[
         str,
         typer.Option(
@@ -91,9 +92,7 @@ def bench(
     baseline: Annotated[
         bool | None,
         typer.Option(
-            "--baseline/--no-baseline",
-            help="Also without the drafter. Default: if there is one.",
-            show_default=False,
+            help="Also without the drafter. Default: if there is one.", show_default=False
         ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
@@ -175,6 +174,7 @@ def bench(
         "dtype": dtype,
         "device": device,
         "draft_method": draft_method if draft else DFLASH,
+        "draft_quantization": draft_quantization,
         "num_speculative_tokens": num_speculative_tokens,
         "max_num_seqs": max_num_seqs or _max_num_seqs(loads),
         "max_model_len": max_model_len,
@@ -198,9 +198,7 @@ def bench(
     if not measurements:
         raise KeyboardInterrupt
     setup = {"model": model, "draft": draft, "dataset": dataset, "num_prompts": num_prompts}
-    chosen = {
-        name: engine[name] for name in ("draft_method", "max_num_seqs", "enable_prefix_caching")
-    }
+    chosen = {name: engine[name] for name in REPORTED}
     setup |= _facts(llm) | chosen | sampling | {"seed": seed}
     _report(setup, measurements, interrupted, json_path, plot_path)
     _raise_what_went_wrong(measurements, interrupted)

@@ -38,6 +38,12 @@ def generate(
             help="dflash, or autoregressive: --draft is a small model of the same tokens."
         ),
     ] = DFLASH,
+    draft_quantization: Annotated[
+        str | None,
+        typer.Option(
+            help="fp8: the drafter's matrices at half their bytes. Default: as the checkpoint has them."
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     num_speculative_tokens: Annotated[
@@ -97,6 +103,7 @@ def generate(
         model,
         draft,
         draft_method=draft_method if draft else DFLASH,
+        draft_quantization=draft_quantization,
         num_speculative_tokens=num_speculative_tokens,
         allow_long_drafts=allow_long_drafts,
         **engine,

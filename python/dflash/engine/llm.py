@@ -77,6 +77,7 @@ class LLM:
             self.args,
             draft=None,
             draft_method=DFLASH,
+            draft_quantization=None,
             num_speculative_tokens=None,
             rejection_sample_method="match",
             synthetic_acceptance_rates=None,

@@ -114,7 +114,7 @@ def _walk(thing: object, depth: int = 0) -> Iterator[torch.Tensor]:
             yield from _walk(item, depth)
     elif isinstance(thing, dict):
         yield from _walk(list(thing.values()), depth)
-    elif depth < 3 and (is_dataclass(thing) or type(thing).__module__.startswith("dflash.")):
+    elif depth < 4 and (is_dataclass(thing) or type(thing).__module__.startswith("dflash.")):
         yield from _walk(list(getattr(thing, "__dict__", {}).values()), depth + 1)
 
 

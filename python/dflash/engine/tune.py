@@ -40,9 +40,9 @@ def best_num_speculative_tokens(target: Target, drafter: Drafter) -> int:
 
 def _step_seconds(target: Target, drafter: Drafter, rows: int) -> float:
     layer, config = target.decoder.layers[0], target.config.decoder
-    x = torch.randn(rows, config.hidden_size).to(layer.o_proj.dtype)
+    x = torch.randn(rows, config.hidden_size).to(target.lm_head.dtype)
     inner = torch.randn(rows, config.intermediate_size).to(x.dtype)
-    heads = torch.randn(rows, layer.o_proj.shape[1]).to(x.dtype)
+    heads = torch.randn(rows, config.num_heads * config.head_dim).to(x.dtype)
 
     def one_layer() -> None:
         linear(x, layer.qkv_proj)

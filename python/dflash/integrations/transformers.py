@@ -13,8 +13,7 @@ import torch
 from transformers import GenerationConfig
 
 from dflash.checkpoints.in_memory import adopt_target
-from dflash.checkpoints.pair import check_pair
-from dflash.checkpoints.weights import load_draft
+from dflash.checkpoints.quantize import load_draft_of
 from dflash.engine.args import EngineArgs, resolve_device
 from dflash.engine.build import Engine, build_engine
 from dflash.engine.core import Core
@@ -99,11 +98,10 @@ class Session:
         self._addresses = _addresses(model)
         self._device = resolve_device(args.device)
         self._target = adopt_target(model)
-        config, weights, _ = load_draft(
-            args.draft or "", self._target[0].dtype, self._device, self._target[1]
+        dtype, quantization = self._target[0].dtype, args.draft_quantization
+        self._draft = load_draft_of(
+            self._target, args.draft or "", quantization, dtype, self._device
         )
-        check_pair(self._target[0], config, weights)
-        self._draft = config, weights
         self._engine: Engine | None = None
         self._longest = self._most = 1
         self.statistics = Statistics()

@@ -19,7 +19,8 @@ from dflash.attention.spec import (
     Support,
 )
 from dflash.checkpoints.config import DecoderConfig, LayerAttention
-from dflash.checkpoints.weights import LayerWeights, Matrix
+from dflash.checkpoints.matrix import Matrix
+from dflash.checkpoints.weights import LayerWeights
 from dflash.models.linear import is_streamed, linear, linear_silu_mul
 from dflash.models.rope import cos_sin_cache
 from dflash.ops.add_rms_norm import add_rms_norm

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from dflash.attention.spec import AttentionBatch
 from dflash.checkpoints.config import DraftConfig
-from dflash.checkpoints.weights import DraftWeights, Matrix
+from dflash.checkpoints.matrix import Matrix
+from dflash.checkpoints.weights import DraftWeights
 from dflash.log import log_once
 from dflash.models.decoder import Decoder, DecoderSettings
 from dflash.models.linear import linear, logits_dtype
@@ -39,8 +40,10 @@ class Drafter:
         self.decoder = Decoder(
             config.decoder, weights.layers, weights.norm, settings, config.value_scale
         )
-        kv = [self._kv_rows(layer.qkv_proj) for layer in weights.layers]
-        self.kv_weight = torch.cat(kv)
+        kv_weight = weights.kv_proj
+        if kv_weight is None:
+            kv_weight = torch.cat([self._kv_rows(layer.qkv_proj) for layer in weights.layers])
+        self.kv_weight = kv_weight
         if self.kv_weight.is_cuda and config.decoder.head_dim not in (64, 128):
             log_once(
                 f"context K/V: heads of {config.decoder.head_dim} take a GEMM and a kernel that stores, those of 64 "

@@ -7,10 +7,12 @@ from collections.abc import Iterable
 
 import torch
 
-from dflash.checkpoints.weights import Matrix
+from dflash.checkpoints.matrix import Fp8Matrix, Matrix
 from dflash.log import log_once
 from dflash.ops import linear as op
+from dflash.ops import linear_fp8 as fp8_op
 from dflash.ops import linear_silu_mul as fused_op
+from dflash.ops import linear_silu_mul_fp8 as fused_fp8_op
 from dflash.ops.lm_head_sample import MAX_SAMPLED_ROWS, lm_head_sample_plan
 from dflash.ops.silu_mul import silu_mul
 
@@ -30,8 +32,12 @@ def linear(
     Several matrices are several GEMMs into columns of one output: they stay where they are.
 
     With tile_rows no GEMM has more rows than that. A row's bits then do not depend on T where the weight is streamed,
-    or T a multiple of tile_rows; elsewhere T chooses the library's kernel.
+    or T a multiple of tile_rows; elsewhere T chooses the library's kernel. fp8 weights need no tiles.
     """
+    assert not isinstance(bias, Fp8Matrix)
+    if isinstance(weight, Fp8Matrix):
+        assert not isinstance(bias, tuple) and not weight.in_turns
+        return fp8_op.linear_fp8(x, weight.weight, weight.scale, bias, output)
     if isinstance(weight, tuple):
         assert bias is None or isinstance(bias, tuple)
         return _below_each_other(x, weight, bias, tile_rows, output)
@@ -45,7 +51,9 @@ def linear(
 
 def linear_silu_mul(x: torch.Tensor, weight: Matrix, tile_rows: int | None = None) -> torch.Tensor:
     """silu(gate) * up [T, I] of [gate, up] = x [T, K] @ weight [2 * I, K]^T; the rest as in `linear`."""
-    if isinstance(weight, tuple):
+    if isinstance(weight, Fp8Matrix) and weight.in_turns:
+        return fused_fp8_op.linear_silu_mul_fp8(x, weight.weight, weight.scale)
+    if not isinstance(weight, torch.Tensor):
         return silu_mul(linear(x, weight, None, tile_rows))
     output = x.new_empty(x.shape[0], weight.shape[0] // 2)
     for rows, out in _tiles(x, output, tile_rows):
@@ -55,6 +63,8 @@ def linear_silu_mul(x: torch.Tensor, weight: Matrix, tile_rows: int | None = Non
 
 def is_streamed(matrix: Matrix) -> bool:
     """Whether up to 128 rows stream the weight on a GPU, a row with bits of its own. Says once where it does not."""
+    if isinstance(matrix, Fp8Matrix):
+        return matrix.is_streamed
     weights = matrix if isinstance(matrix, tuple) else (matrix,)
     missing = [weight for weight in weights if op.linear_plan(weight[:1], weight) is None]
     for weight in missing:

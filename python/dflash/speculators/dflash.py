@@ -47,7 +47,7 @@ class DFlashSpeculator:
             drafter.config.decoder.vocab_size, drafter.lm_head.shape[0], target_vocab_size
         )
         self.sample_method = sample_method
-        device, num_samples = drafter.fc.device, max_reqs * num_speculative_tokens
+        device, num_samples = drafter.lm_head.device, max_reqs * num_speculative_tokens
         self.buffers = DraftBuffers.allocate(
             max_reqs, self.num_query_per_req, num_speculative_tokens, device
         )

@@ -8,14 +8,9 @@ from pathlib import Path
 import torch
 
 from dflash.checkpoints.config import DraftConfig, TargetConfig
+from dflash.checkpoints.quantize import load_draft_of
 from dflash.checkpoints.vocabulary import check_same_vocabulary
-from dflash.checkpoints.weights import (
-    DraftWeights,
-    TargetWeights,
-    check_pair,
-    load_draft,
-    load_target,
-)
+from dflash.checkpoints.weights import DraftWeights, TargetWeights, load_target
 from dflash.engine.args import AUTOREGRESSIVE, EngineArgs
 from dflash.engine.tune import best_num_speculative_tokens
 from dflash.models.decoder import DecoderSettings
@@ -49,9 +44,8 @@ def load_drafter(
         config, weights, directory = load_target(args.draft, dtype, device)
         check_same_vocabulary(target_config, target_dir, config, directory)
         return config, weights
-    config, weights, _ = load_draft(args.draft, dtype, device, target_weights)
-    check_pair(target_config, config, weights)
-    return config, weights
+    pair = target_config, target_weights
+    return load_draft_of(pair, args.draft, args.draft_quantization, dtype, device)
 
 
 def make_drafter(
