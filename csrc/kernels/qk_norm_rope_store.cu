@@ -32,8 +32,8 @@ __global__ void __launch_bounds__(kThreads)
     qk_norm_rope_store_kernel(const __grid_constant__ QkNormRopeStoreParams p,
                               unsigned groups_per_row) {
   extern __shared__ float4 shared[];
+  // NOTE: attention may not start before the end: its CTAs would crowd the SMs that are free early.
   wait_for_predecessor();
-  let_successor_start();
   constexpr unsigned kGroups = kThreads / kLanes;
   const unsigned item = blockIdx.x * kGroups + threadIdx.x / kLanes;
   const int64_t row = item / groups_per_row;
