@@ -18,6 +18,7 @@ from benchmarks.end_to_end.iteration import draft_milliseconds
 
 import dflash
 from dflash import SamplingParams
+from dflash.bench.facts import facts
 from dflash.engine.core import Core
 from dflash.integrations.vllm import SWITCH
 
@@ -229,7 +230,7 @@ def in_own_process(module: str, *arguments: str | Path) -> None:
 def save(path: Path | None, figures: dict) -> None:
     """One engine's figures so far: what is measured stays, should the process be ended."""
     if path is not None:
-        path.write_text(json.dumps(figures))
+        path.write_text(json.dumps({"taken": facts()} | figures))
 
 
 def synchronize() -> None:

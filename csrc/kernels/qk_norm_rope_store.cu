@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// With many rows a group takes several heads: their row is looked up once, and all CTAs run at once.
+// With many rows a group takes several heads: their row is looked up once, and all CTAs fit.
 constexpr int64_t kMaxHeads = 6;
 constexpr int64_t kCtasPerSm = 6;
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Draft tokens from logits rows. scan_kernel: a CTA owns one shard of one row, adds noise, records,
 // and leaves the key of its first maximum; finish_kernel: a warp owns one row. Bytes moved:
-// num_rows * vocab_size logits read, the record written. fill_kernel runs only where a record meets
-// d2t: it writes -inf before the scattered logits.
+// num_rows * vocab_size logits read (of rows that sample nothing too), the record written.
+// fill_kernel runs only where a record meets d2t: it writes -inf before the scattered logits.
 #include "sample_draft.h"
 
 #include "common/overlap.h"

@@ -181,10 +181,15 @@ def test_ctrl_c_prints_what_was_measured(run, monkeypatch, tmp_path):
         return answer(self, prompt, params)
 
     monkeypatch.setattr(fake.FakeLLM, "stream_async", interrupt)
-    code, out, err = run(
-        "--warmup", "0", "--max-tokens", "5", "--concurrency", "1,2", "--json", tmp_path / "o.json",
-        "--plot", tmp_path / "o.png",
-    )  # fmt: skip
+    # A shell's background jobs ignore the signal, and so do the tests among them.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        code, out, err = run(
+            "--warmup", "0", "--max-tokens", "5", "--concurrency", "1,2",
+            "--json", tmp_path / "o.json", "--plot", tmp_path / "o.png",
+        )  # fmt: skip
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert (code, err.strip()) == (130, "")
     assert rows_of(out) == [("1", "without"), ("1", "with")]
     assert "concurrency 1, with drafter: cut off after 2 of 4 requests\ninterrupted: " in out

@@ -69,7 +69,7 @@ TEST(PagedAttentionSplits, ArePowersOfTwo) {
   for (int num_splits : {0, 1, 2, 4, 8}) {
     EXPECT_TRUE(attention::splits_are_valid(num_splits)) << num_splits;
   }
-  for (int num_splits : {-1, 3, 12, 32}) {
+  for (int num_splits : {-1, 3, 12, 16, 32}) {
     EXPECT_FALSE(attention::splits_are_valid(num_splits)) << num_splits;
   }
 }

@@ -16,6 +16,7 @@ from dflash.checkpoints.matrix import Fp8Matrix
 from dflash.checkpoints.quantize import quantize_draft
 from dflash.checkpoints.weights import load_draft
 from dflash.engine.memory import tensor_bytes
+from dflash.errors import CheckpointError
 from dflash.models.linear import linear, linear_silu_mul
 from tests.support import tiny
 from tests.support.engine import greedy_params, make_llm
@@ -64,6 +65,14 @@ def test_matrices_are_close_and_the_rest_untouched(dtype, biased_draft):
     query_size = config.decoder.num_heads * config.decoder.head_dim
     kv = torch.cat([layer.qkv_proj[query_size:] for layer in weights.layers])
     assert torch.equal(quantized.kv_proj, kv)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_fp8_cannot_scale_is_refused(value, biased_draft):
+    config, weights, _ = load_draft(biased_draft, torch.float32)
+    weights.fc[1, 2] = value
+    with pytest.raises(CheckpointError, match=r"drafter matrix \[.*\] holds NaN or infinity"):
+        quantize_draft(config, weights)
 
 
 def test_gate_and_up_that_cannot_take_turns_are_two_ops(tmp_path):

@@ -196,9 +196,11 @@ def test_streamed_row_does_not_depend_on_the_others(outputs, size):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("outputs,size", [(4096, 4096), (576, 1536)])
-def test_streamed_splits_are_bitwise_repeatable(outputs, size):
-    x, _, packed, scale, bias = operands(16, outputs, size, torch.bfloat16, "cuda")
+@pytest.mark.parametrize("outputs,size", [(4096, 4096), (576, 1536), (6144, 4096), (10240, 4096)])
+@pytest.mark.parametrize("rows", [16, 128])
+def test_streamed_splits_are_bitwise_repeatable(outputs, size, rows):
+    """One, two and three warpgroups whose place in the end lies over the weights of all."""
+    x, _, packed, scale, bias = operands(rows, outputs, size, torch.bfloat16, "cuda")
     first = linear_fp8(x, packed, scale, bias)
     output = torch.empty_like(first)
     for i in range(1000):

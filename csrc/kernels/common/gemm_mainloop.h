@@ -339,7 +339,9 @@ __device__ __forceinline__ void exchange(float (&acc)[N / 8][4], const Ring<L>& 
 #pragma unroll
   for (int j = 0; j < kHalf; ++j)
     store_async(theirs + j * (L::kConsumers * 16), barrier, acc[(1 - kMine) * kHalf + j]);
-  mbarrier_wait(ring.sums, 0);
+  mbarrier_wait_cluster(ring.sums, 0);
+  // The epilogue's place lies over the ring, of which other warpgroups may still read.
+  if constexpr (L::kConsumers > 128) named_barrier(1 + L::kConsumers / 128, L::kConsumers);
 #pragma unroll
   for (int j = 0; j < kHalf; ++j) {
     float sent[4];

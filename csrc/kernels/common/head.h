@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // One head of one row, owned by kLanes neighbouring lanes that move kN elements at a time: bias,
-// RMSNorm, RoPE and the store with its one rounding. RoPE finds the partner elements in shared memory.
+// RMSNorm, RoPE and the store with its one rounding. RoPE finds partners in shared memory.
 #pragma once
 
 #include "kv_cache.h"

@@ -13,6 +13,7 @@ from dflash.checkpoints.config import DraftConfig, TargetConfig
 from dflash.checkpoints.matrix import Fp8Matrix, Matrix
 from dflash.checkpoints.pair import check_pair
 from dflash.checkpoints.weights import DraftWeights, LayerWeights, TargetWeights, load_draft
+from dflash.errors import CheckpointError
 from dflash.log import log_once
 from dflash.ops.linear_fp8 import TILE, fp8_is_streamed, pack_fp8, quantize_fp8
 from dflash.ops.linear_silu_mul_fp8 import TURN, in_turns
@@ -110,6 +111,11 @@ def _packed(matrix: torch.Tensor, parts: Iterable[torch.Tensor]) -> Fp8Matrix:
         tiles = pack_fp8(rounded)
         weight[first // TILE :][: len(tiles)].copy_(tiles)
         first += len(part)
+    if not bool(torch.isfinite(scale).all()):
+        raise CheckpointError(
+            f"a drafter matrix [{outputs}, {size}] holds NaN or infinity, which fp8 cannot scale: use another "
+            "checkpoint, or no draft_quantization"
+        )
     return Fp8Matrix(weight, scale, is_streamed=fp8_is_streamed(matrix))
 
 

@@ -41,9 +41,9 @@ class EngineArgs:
         model, draft: checkpoints; see LLM.
         draft_method: what `draft` is: "dflash", a drafter of that kind, or "autoregressive" (vLLM's "draft_model"), an
             ordinary small model of the target's vocabulary that drafts token by token.
-        draft_quantization: None, or "fp8": the drafter's matrices but its embedding and head become float8_e4m3fn, a
-            scale an output, at load. Half their bytes; drafts change a little, the output does not. For draft_method
-            "dflash".
+        draft_quantization: None, or "fp8": the drafter's matrices but its embedding, its head and what makes context
+            K/V become float8_e4m3fn, a scale an output, at load. Half their bytes; drafts change a little, the
+            output does not. For draft_method "dflash".
         dtype: "auto" (the checkpoint's on a GPU, float32 on a CPU), float32, float16 or bfloat16.
         device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N".
         num_speculative_tokens: N; None takes draft_block_size - 1, on a CPU what a short measurement finds best; 4 of

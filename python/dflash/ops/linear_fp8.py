@@ -57,9 +57,12 @@ def fp8_is_streamed(x: torch.Tensor) -> bool:
 
 
 def quantize_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight [M, K] as float8_e4m3fn [M, K] and a scale a row, float32 [M]: its largest magnitude becomes 448."""
+    """weight [M, K] as float8_e4m3fn [M, K] and a scale a row, float32 [M]: its largest magnitude becomes 448.
+
+    A row with NaN or infinity has such a scale.
+    """
     scale = weight.abs().amax(dim=1, keepdim=True).float() / _MAX
-    scale = torch.where(scale > 0, scale, 1.0)
+    scale = torch.where(scale == 0, 1.0, scale)
     rounded = (weight / scale).clamp_(-_MAX, _MAX).to(torch.float8_e4m3fn)
     return rounded, scale.squeeze(1)
 
