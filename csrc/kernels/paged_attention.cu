@@ -42,7 +42,8 @@ int choose_num_ctas(const PagedAttentionParams& p) {
   const int64_t slots =
       int64_t{L::kWgmma && p.mask.max_keys >= kManyKeys ? 2 : 1} * device_properties().num_sms;
   const int most = std::min(kMaxCtas, kMaxWarpSplits / L::kWarpsN);
-  int num_ctas = 1;
+  // NOTE: warps of a lone CTA would send each other their splits; memcheck takes that for an error.
+  int num_ctas = L::kWarpsN > 1 ? 2 : 1;
   while (num_ctas < most && 2 * num_ctas * tiles <= slots &&
          num_ctas * L::kStepKeys < p.mask.max_keys) {
     num_ctas *= 2;

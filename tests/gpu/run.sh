@@ -40,8 +40,9 @@ sanitize() {
   rm -f "$build".*check.*.log
   for tool in "${tools[@]}"; do
     local options=(--tool "$tool" --print-limit 5 --error-exitcode 9) filter='*'
-    shards=2
-    [ "$tool" = racecheck ] && shards=10
+    shards=3
+    [ "$tool" = racecheck ] && shards=8
+    [ "$tool" = initcheck ] && shards=2
     [ "$tool" = memcheck ] && options+=(--leak-check full)
     # Races repeat with every row and column: what only adds more of them takes minutes here.
     [ "$tool" = racecheck ] && filter='-LargeShapes/*:*RowsDoNotDependOnTheBatch'

@@ -17,7 +17,7 @@ constexpr int ctas_per_sm(bool wgmma) { return wgmma ? 3 : 2; }
 
 // What the host decides for a launch.
 struct Plan {
-  int num_ctas, log2_ctas;  // of a cluster
+  int num_ctas, log2_ctas;  // of a cluster: more than one where there are splits
   int num_splits;
   Divisor ratio;  // heads of a K/V group
   Divisor page;

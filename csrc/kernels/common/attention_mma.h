@@ -341,10 +341,8 @@ __global__ void __launch_bounds__(kThreads, ctas_per_sm(kWgmma))
   if (plan.num_splits == 1) return store_results<T, D, L>(p, plan, w, smem, warp_row, rows, acc);
   // NOTE: until all CTAs are past their stages. Their copies have landed and what they read is in
   // registers: no write has to be published, and a release would wait for all of the GPU.
-  if (plan.num_ctas > 1) {
-    cluster_arrive_relaxed();
-    cluster_wait_acquire();
-  }
+  cluster_arrive_relaxed();
+  cluster_wait_acquire();
   send_results<L, D>(plan, smem, rank * L::kWarpsN + warp_n, warp_row, rows, acc);
   mbarrier_wait_cluster(results, 0);
   merge_rows<T, D, L>(p, plan, w, smem, rank);
