@@ -72,7 +72,8 @@ class Dflash:
 
 
 class Vllm:
-    """vLLM's engine in this process, compiled and with CUDA graphs as it likes them.
+    """vLLM's engine, compiled and with CUDA graphs as it likes them, in this process: by default it has one of its own,
+    which matters where the host's work does.
 
     Args:
         model: folder of the target.

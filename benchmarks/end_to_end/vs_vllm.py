@@ -16,6 +16,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,24 +83,26 @@ def measure_iterations(engine: Engine, context: int, batch: int, with_draft: boo
     """Steady state: all requests run, nobody joins. Windows of iterations, each timed as one."""
     for key, token_ids in zip(range(batch), prompts(batch, context), strict=False):
         engine.add(key, token_ids, MAX_OUTPUT)
-    started: set[int] = set()
-    while len(started) < batch:
-        started |= {key for key, _ in engine.step()}
+    tokens: Counter[int] = Counter()
+    while len(tokens) < batch:
+        tokens.update(dict(engine.step()))
     for _ in range(NUM_WARMUP):
-        engine.step()
-    milliseconds, tokens = [], 0
+        tokens.update(dict(engine.step()))
+    milliseconds, before = [], tokens.total()
     for _ in range(NUM_WINDOWS):
         synchronize()
         began = time.perf_counter()
         for _ in range(WINDOW):
-            tokens += sum(count for _, count in engine.step())
+            tokens.update(dict(engine.step()))
         milliseconds.append((time.perf_counter() - began) * 1e3 / WINDOW)
+    if max(tokens.values()) >= MAX_OUTPUT:
+        raise SystemExit(f"a request ended after {MAX_OUTPUT} tokens: raise MAX_OUTPUT")
     row = {
         "context": context,
         "batch": batch,
         "iteration_ms": round(statistics.median(milliseconds), 3),
         "spread_ms": [round(min(milliseconds), 3), round(max(milliseconds), 3)],
-        "acceptance_length": round(tokens / batch / NUM_WINDOWS / WINDOW, 2),
+        "acceptance_length": round((tokens.total() - before) / batch / NUM_WINDOWS / WINDOW, 2),
     }
     if with_draft:
         draft = engine.draft_milliseconds(batch)
