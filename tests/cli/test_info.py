@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+import subprocess
 import sys
 
 import pytest
@@ -26,6 +27,12 @@ def test_info_says_what_is_here(monkeypatch, capsys):
     assert "cpu" in facts["devices"]
     text = _run(monkeypatch, capsys)
     assert all(section in text for section in ("versions", "devices", "libraries"))
+
+
+def test_the_module_is_the_command():
+    command = [sys.executable, "-m", "dflash", "info", "--json"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(run.stdout)["versions"]["torch"] == torch.__version__
 
 
 @pytest.fixture
