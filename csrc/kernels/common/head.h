@@ -99,8 +99,8 @@ struct Angles {
 template <int kN>
 __device__ __forceinline__ Angles<kN> load_angles(const RopeTable& rope, const float* cos_sin,
                                                   int i) {
+  if (i >= rope.rotary_dim) return {};
   Angles<kN> angles;
-  if (i >= rope.rotary_dim) return angles;
   const int half = rope.rotary_dim / 2;
   if (rope.is_neox) {
     const int column = i >= half ? i - half : i;
