@@ -216,10 +216,6 @@ __device__ __forceinline__ void scale_store(const Head<T>& head, Vec<T, kN> v, f
   }
 }
 
-inline bool is_aligned(const void* pointer, int bytes) {
-  return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
-}
-
 // Whether the table's rows can be read kN columns at a time by chunks that lie in one half.
 template <int kN>
 bool rope_is_vectorizable(const RopeTable& rope) {

@@ -27,36 +27,29 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, int byt
                : "memory");
 }
 
+#define DFLASH_MBARRIER_TRY_WAIT(done, barrier, parity, qualifiers)                     \
+  asm volatile(                                                                         \
+      "{\n"                                                                             \
+      ".reg .pred p;\n"                                                                 \
+      "mbarrier.try_wait.parity" qualifiers ".shared::cta.b64 p, [%1], %2;\n"           \
+      "selp.u32 %0, 1, 0, p;\n"                                                         \
+      "}\n"                                                                             \
+      : "=r"(done)                                                                      \
+      : "r"(barrier), "r"(parity)                                                       \
+      : "memory")
+
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   uint32_t done = 0;
-  while (!done) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;\n"
-        "}\n"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-  }
+  while (!done) DFLASH_MBARRIER_TRY_WAIT(done, barrier, parity, "");
 }
 
 // The same for what other CTAs of the cluster sent.
 __device__ __forceinline__ void mbarrier_wait_cluster(uint32_t barrier, uint32_t parity) {
   uint32_t done = 0;
-  while (!done) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;\n"
-        "}\n"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-  }
+  while (!done) DFLASH_MBARRIER_TRY_WAIT(done, barrier, parity, ".acquire.cluster");
 }
+
+#undef DFLASH_MBARRIER_TRY_WAIT
 
 __device__ __forceinline__ uint64_t evict_first_policy() {
   uint64_t policy;
@@ -105,7 +98,7 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t address, int rank) 
   return mapped;
 }
 
-// Stores to a CTA of the cluster, this one included; `barrier`, of the same CTA, counts their bytes.
+// Stores to a CTA of the cluster, whose `barrier` counts their bytes.
 __device__ __forceinline__ void store_async(uint32_t address, uint32_t barrier,
                                             const float (&v)[4]) {
   asm volatile(

@@ -26,10 +26,14 @@ DFLASH_HOST_DEVICE void store_vec(T* p, const Vec<T, kN>& v) {
   *reinterpret_cast<Vec<T, kN>*>(p) = v;
 }
 
+inline bool is_aligned(const void* pointer, int bytes) {
+  return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
+}
+
 // Whether rows at `pointer` with `stride` elements between them and `size` elements each can be moved in 16-byte steps.
 template <typename T>
 inline bool rows_are_vectorizable(const void* pointer, int64_t stride, int64_t size) {
-  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && stride % kVec<T> == 0 && size % kVec<T> == 0;
+  return is_aligned(pointer, 16) && stride % kVec<T> == 0 && size % kVec<T> == 0;
 }
 
 }  // namespace dflash
