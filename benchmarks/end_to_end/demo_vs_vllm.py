@@ -28,6 +28,7 @@ from benchmarks.end_to_end.peers import (
     Engine,
     Vllm,
     in_own_process,
+    read_both,
     save,
     synchronize,
 )
@@ -228,14 +229,13 @@ def main() -> None:
         parser.error("--engine vllm needs --asked: the file that --engine dflash wrote")
     if args.engine != "both":
         return measure(args)
-    files = args.compare or measure_apart()
-    ours, theirs = (json.loads(file.read_text()) for file in files)
+    ours, theirs = read_both(args.compare or measure_apart())
     levels = compare(ours["rows"], theirs["rows"])
     for level in levels:
         print(verdict(level))
-    versions = {name: side["version"] for name, side in zip(ENGINES, (ours, theirs), strict=True)}
-    rows = {"dflash": ours["rows"], "vllm": theirs["rows"]}
-    print(report.write("demo_vs_vllm", {"versions": versions, "levels": levels} | rows, args.out))
+    del ours["asked"], theirs["asked"]  # the prompts' token ids
+    figures = {"levels": levels, "dflash": ours, "vllm": theirs}
+    print(report.write("demo_vs_vllm", figures, args.out))
 
 
 if __name__ == "__main__":

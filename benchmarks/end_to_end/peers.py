@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -232,6 +233,20 @@ def save(path: Path | None, figures: dict) -> None:
     """One engine's figures so far: what is measured stays, should the process be ended."""
     if path is not None:
         path.write_text(json.dumps({"taken": facts()} | figures))
+
+
+def read_both(files: Sequence[Path]) -> tuple[dict, dict]:
+    """What two engines saved: dflash's, then vLLM's; figures of unlike machines compare nothing."""
+    try:
+        ours, theirs = (json.loads(file.read_text()) for file in files)
+    except (OSError, json.JSONDecodeError) as error:
+        raise SystemExit(f"--compare: expected two files that --json wrote: {error}") from None
+    machines = [side["taken"]["hardware"] for side in (ours, theirs)]
+    if machines[0] != machines[1]:
+        raise SystemExit(
+            f"--compare: taken on {machines[0]} and {machines[1]}: measure both on one"
+        )
+    return ours, theirs
 
 
 def synchronize() -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import tempfile
 import time
@@ -29,6 +28,7 @@ from benchmarks.end_to_end.peers import (
     Engine,
     Vllm,
     in_own_process,
+    read_both,
     save,
     synchronize,
     write_dummy_checkpoints,
@@ -235,8 +235,7 @@ def main() -> None:
     args = parse_args()
     if args.engine != "both":
         return measure(args)
-    files = args.compare or measure_apart()
-    ours, theirs = (json.loads(file.read_text()) for file in files)
+    ours, theirs = read_both(args.compare or measure_apart())
     for line in comparison(ours, theirs):
         print(line)
     name = "vs_vllm" + ("_no_draft" if args.no_draft else "")

@@ -11,7 +11,12 @@ from benchmarks.shapes import qwen3_8b
 
 def side(*rows):
     names = ("context", "batch", "iteration_ms", "acceptance_length")
-    return {"version": "x", "iterations": [dict(zip(names, row, strict=True)) for row in rows]}
+    taken = {"hardware": "a card"}
+    return {
+        "taken": taken,
+        "version": "x",
+        "iterations": [dict(zip(names, row, strict=True)) for row in rows],
+    }
 
 
 def lines(ours, theirs):
@@ -49,6 +54,43 @@ def test_batches_that_fit_beside_a_context(monkeypatch):
     args = arguments(monkeypatch)
     assert list(vs_vllm.levels(args)) == [(128, batch) for batch in (1, 4, 8, 16, 32)]
     assert (args.max_model_len, args.weights) == (4096, "uniform")
+
+
+class Finite:
+    """An engine whose requests end."""
+
+    def __init__(self):
+        self.left = {}
+
+    def add(self, key, token_ids, max_tokens):
+        self.left[key] = max_tokens
+
+    def step(self):
+        new = [(key, min(left, 30)) for key, left in self.left.items() if left]
+        self.left |= {key: self.left[key] - count for key, count in new}
+        return new
+
+    def clear(self):
+        self.left = {}
+
+
+def test_a_request_that_ended_is_no_steady_state():
+    with pytest.raises(SystemExit, match="a request ended after 3904 tokens"):
+        vs_vllm.measure_iterations(Finite(), 8, 2, False)
+
+
+def test_only_figures_of_one_machine_are_compared(monkeypatch, tmp_path):
+    ours, theirs = side((128, 1, 5.0, 6.5)), side((128, 1, 6.0, 6.5))
+    theirs["taken"]["hardware"] = "another"
+    files = [tmp_path / "ours.json", tmp_path / "theirs.json"]
+    for file, figures in zip(files, (ours, theirs), strict=True):
+        file.write_text(json.dumps(figures))
+    arguments(monkeypatch, "--compare", *files, "--out", tmp_path)
+    with pytest.raises(SystemExit, match="taken on a card and another"):
+        vs_vllm.main()
+    files[1].write_text(files[0].read_text()[:20])
+    with pytest.raises(SystemExit, match="expected two files that --json wrote"):
+        vs_vllm.main()
 
 
 def test_files_of_two_processes_become_one_result(monkeypatch, tmp_path, capsys):
