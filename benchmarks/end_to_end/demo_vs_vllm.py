@@ -166,17 +166,20 @@ def measure(args: argparse.Namespace) -> None:
     for row in measure_ways(ways, asked["token_ids"], args.max_num_seqs, args.num_rounds):
         rows.append(row)
         print(args.engine, row, flush=True)
-        save(args.json, {"version": version, "asked": asked, "rows": rows})
+        save(args.json, args.engine, {"version": version, "asked": asked, "rows": rows})
 
 
 def compare(ours: list[dict], theirs: list[dict]) -> list[dict[str, Any]]:
     """A row a level: dflash's ways and the faster of vLLM's, which both have the drafter."""
     levels = []
-    for concurrency in dict.fromkeys(row["concurrency"] for row in ours):
-        plain, drafted = (row for row in ours if row["concurrency"] == concurrency)
+    for concurrency in dict.fromkeys(row["concurrency"] for row in [*ours, *theirs]):
+        own = [row for row in ours if row["concurrency"] == concurrency]
         peers = [row for row in theirs if row["concurrency"] == concurrency]
+        length = next((r["acceptance_length"] for r in peers if r["acceptance_length"]), None)
+        if len(own) != 2 or length is None:
+            raise SystemExit(f"concurrency {concurrency}: not measured to its end by both")
+        plain, drafted = own
         best = max(row["tokens_per_second"] for row in peers)
-        length = next(row["acceptance_length"] for row in peers if row["acceptance_length"])
         levels.append(
             {
                 "concurrency": concurrency,
@@ -231,6 +234,8 @@ def main() -> None:
         return measure(args)
     ours, theirs = read_both(args.compare or measure_apart())
     levels = compare(ours["rows"], theirs["rows"])
+    if not levels:
+        raise SystemExit("--compare: the two have no figures")
     for level in levels:
         print(verdict(level))
     del ours["asked"], theirs["asked"]  # the prompts' token ids

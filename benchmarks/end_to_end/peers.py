@@ -229,18 +229,24 @@ def in_own_process(module: str, *arguments: str | Path) -> None:
     subprocess.run(command, check=True)
 
 
-def save(path: Path | None, figures: dict) -> None:
+def save(path: Path | None, engine: str, figures: dict) -> None:
     """One engine's figures so far: what is measured stays, should the process be ended."""
     if path is not None:
-        path.write_text(json.dumps({"taken": facts()} | figures))
+        path.write_text(json.dumps({"engine": engine, "taken": facts()} | figures))
 
 
 def read_both(files: Sequence[Path]) -> tuple[dict, dict]:
     """What two engines saved: dflash's, then vLLM's; figures of unlike machines compare nothing."""
     try:
         ours, theirs = (json.loads(file.read_text()) for file in files)
-    except (OSError, json.JSONDecodeError) as error:
-        raise SystemExit(f"--compare: expected two files that --json wrote: {error}") from None
+        engines = ours["engine"], theirs["engine"]
+    except (OSError, ValueError, KeyError) as error:
+        names = " and ".join(map(str, files))
+        raise SystemExit(f"{names}: expected two files that --json wrote: {error!r}") from None
+    if engines != ENGINES:
+        raise SystemExit(
+            f"--compare: expected {' then '.join(ENGINES)}, got {' then '.join(engines)}"
+        )
     machines = [side["taken"]["hardware"] for side in (ours, theirs)]
     if machines[0] != machines[1]:
         raise SystemExit(

@@ -47,6 +47,8 @@ LONG_CONTEXT_LEAD = 1.12
 
 
 def make_engine(args: argparse.Namespace) -> Engine:
+    if not torch.cuda.is_available():
+        raise SystemExit("vs_vllm measures on a GPU, and torch sees none here")
     if args.engine == "dflash":
         return Dflash(make_core(args))
     target, draft = write_dummy_checkpoints()
@@ -163,12 +165,12 @@ def measure(args: argparse.Namespace) -> None:
     for context, batch in levels(args):
         rows.append(measure_iterations(engine, context, batch, not args.no_draft))
         print(args.engine, rows[-1], flush=True)
-        save(args.json, figures)
+        save(args.json, args.engine, figures)
     if args.num_requests:
         measure_arrivals(engine, argparse.Namespace(**(vars(args) | {"num_requests": 8})))
         figures["arrivals"] = measure_arrivals(engine, args)
         print(args.engine, figures["arrivals"], flush=True)
-        save(args.json, figures)
+        save(args.json, args.engine, figures)
 
 
 def measure_apart() -> list[Path]:
@@ -183,6 +185,9 @@ def measure_apart() -> list[Path]:
 def comparison(ours: dict, theirs: dict) -> Iterator[str]:
     """A line a level. The realised ALs are equal but for chance, of which small batches have more."""
     others = {(row["context"], row["batch"]): row for row in theirs["iterations"]}
+    own = {(row["context"], row["batch"]) for row in ours["iterations"]}
+    for context, batch in sorted(others.keys() - own):
+        yield f"context {context}, batch {batch}: dflash NOT MEASURED"
     for row in ours["iterations"]:
         context, batch = row["context"], row["batch"]
         level = f"context {context}, batch {batch}"
@@ -193,7 +198,7 @@ def comparison(ours: dict, theirs: dict) -> Iterator[str]:
         ratio = other["iteration_ms"] / row["iteration_ms"]
         difference = abs(row["acceptance_length"] / other["acceptance_length"] - 1)
         yield (
-            f"{level}: {row['iteration_ms']} / {other['iteration_ms']} ms, {ratio:.2f}x"
+            f"{level}: {row['iteration_ms']} / {other['iteration_ms']} ms, {ratio:.3f}x"
             + (f" BELOW {lead:.2f}x" if ratio < lead else "")
             + f", AL {row['acceptance_length']} / {other['acceptance_length']}"
             + (" NOT EQUAL" if difference > 0.15 / batch**0.5 else "")
@@ -236,6 +241,8 @@ def main() -> None:
     if args.engine != "both":
         return measure(args)
     ours, theirs = read_both(args.compare or measure_apart())
+    if not ours["iterations"] or not theirs["iterations"]:
+        raise SystemExit("--compare: one of the two has no figures")
     for line in comparison(ours, theirs):
         print(line)
     name = "vs_vllm" + ("_no_draft" if args.no_draft else "")

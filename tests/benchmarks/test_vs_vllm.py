@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from benchmarks.end_to_end import demo_vs_vllm, vs_vllm
+from benchmarks.end_to_end.peers import ENGINES
 from benchmarks.shapes import qwen3_8b
 
 
@@ -14,6 +15,7 @@ def side(*rows):
     taken = {"hardware": "a card"}
     return {
         "taken": taken,
+        "engine": "dflash",
         "version": "x",
         "iterations": [dict(zip(names, row, strict=True)) for row in rows],
     }
@@ -32,8 +34,8 @@ def test_a_level_a_line():
     assert lines(
         [(128, 1, 5.0, 6.4), (128, 32, 16.0, 6.4)], [(128, 1, 6.0, 6.5), (128, 32, 15.2, 6.6)]
     ) == [
-        "context 128, batch 1: 5.0 / 6.0 ms, 1.20x, AL 6.4 / 6.5",
-        "context 128, batch 32: 16.0 / 15.2 ms, 0.95x BELOW 1.00x, AL 6.4 / 6.6 NOT EQUAL",
+        "context 128, batch 1: 5.0 / 6.0 ms, 1.200x, AL 6.4 / 6.5",
+        "context 128, batch 32: 16.0 / 15.2 ms, 0.950x BELOW 1.00x, AL 6.4 / 6.6 NOT EQUAL",
     ]
 
 
@@ -81,12 +83,15 @@ def test_a_request_that_ended_is_no_steady_state():
 
 def test_only_figures_of_one_machine_are_compared(monkeypatch, tmp_path):
     ours, theirs = side((128, 1, 5.0, 6.5)), side((128, 1, 6.0, 6.5))
-    theirs["taken"]["hardware"] = "another"
+    theirs["taken"]["hardware"], theirs["engine"] = "another", "vllm"
     files = [tmp_path / "ours.json", tmp_path / "theirs.json"]
     for file, figures in zip(files, (ours, theirs), strict=True):
         file.write_text(json.dumps(figures))
     arguments(monkeypatch, "--compare", *files, "--out", tmp_path)
     with pytest.raises(SystemExit, match="taken on a card and another"):
+        vs_vllm.main()
+    files[1].write_text(files[0].read_text())
+    with pytest.raises(SystemExit, match="expected dflash then vllm, got dflash then dflash"):
         vs_vllm.main()
     files[1].write_text(files[0].read_text()[:20])
     with pytest.raises(SystemExit, match="expected two files that --json wrote"):
@@ -95,13 +100,13 @@ def test_only_figures_of_one_machine_are_compared(monkeypatch, tmp_path):
 
 def test_files_of_two_processes_become_one_result(monkeypatch, tmp_path, capsys):
     files = [tmp_path / "ours.json", tmp_path / "theirs.json"]
-    for file, milliseconds in zip(files, (5.0, 6.0), strict=True):
-        file.write_text(json.dumps(side((8192, 1, milliseconds, 6.5))))
+    for file, engine, milliseconds in zip(files, ENGINES, (5.0, 6.0), strict=True):
+        file.write_text(json.dumps(side((8192, 1, milliseconds, 6.5)) | {"engine": engine}))
     arguments(monkeypatch, "--contexts", 8192, "--compare", *files, "--out", tmp_path)
     vs_vllm.main()
-    assert "batch 1: 5.0 / 6.0 ms, 1.20x" in capsys.readouterr().out
+    assert "batch 1: 5.0 / 6.0 ms, 1.200x" in capsys.readouterr().out
     figures = json.loads((tmp_path / "vs_vllm_contexts.json").read_text())["figures"]
-    assert figures["vllm"] == side((8192, 1, 6.0, 6.5))
+    assert figures["vllm"] == side((8192, 1, 6.0, 6.5)) | {"engine": "vllm"}
 
 
 def demo_row(concurrency, way, rate, length):
@@ -132,6 +137,12 @@ def test_a_drafter_that_does_not_pay_is_said():
     ours = [demo_row(32, "without drafter", 4000.0, 1.0), demo_row(32, "with drafter", 3000.0, 3.8)]
     (level,) = demo_vs_vllm.compare(ours, [demo_row(32, "streamed", 1500.0, 3.8)])
     assert "NOT FASTER" in demo_vs_vllm.verdict(level)
+
+
+def test_a_level_that_was_cut_off_is_named():
+    ours = [demo_row(1, "without drafter", 4000.0, 1.0)]
+    with pytest.raises(SystemExit, match="concurrency 1: not measured to its end by both"):
+        demo_vs_vllm.compare(ours, [demo_row(1, "streamed", 1500.0, 3.8)])
 
 
 def test_ways_take_turns_after_a_warm_up():

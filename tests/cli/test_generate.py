@@ -117,6 +117,9 @@ def test_a_drafter_may_be_quantized(run):
         (["generate", "--temperature", "-1", "hi"], "--temperature"),
         (["generate", "--compare", "--model", "some/model", "hi"], "--compare needs a drafter"),
         (["generate", "--draft-method", "autoregressive", "hi"], "needs a drafter: give --draft"),
+        (["generate", "--threads", "1000000", "hi"], "--threads"),
+        (["bench", "--threads", "1000000"], "--threads"),
+        (["generate", "\udcff"], "the prompt is not UTF-8"),
         (["talk"], "No such command 'talk'"),
     ],
 )

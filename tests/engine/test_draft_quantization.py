@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dflash import SamplingParams
+from dflash import log
 from dflash.checkpoints import quantize
 from dflash.checkpoints.matrix import Fp8Matrix
 from dflash.checkpoints.quantize import quantize_draft
@@ -67,11 +68,19 @@ def test_matrices_are_close_and_the_rest_untouched(dtype, biased_draft):
     assert torch.equal(quantized.kv_proj, kv)
 
 
+def test_a_cpu_says_once_that_it_does_not_pay(biased_draft, caplog, monkeypatch):
+    monkeypatch.setattr(log, "_seen", set())
+    caplog.set_level(logging.WARNING, "dflash")
+    for _ in range(2):
+        quantize_draft(*load_draft(biased_draft, torch.float32)[:2])
+    assert sum("on a CPU drafts take longer" in r.message for r in caplog.records) == 1
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_fp8_cannot_scale_is_refused(value, biased_draft):
     config, weights, _ = load_draft(biased_draft, torch.float32)
     weights.fc[1, 2] = value
-    with pytest.raises(CheckpointError, match=r"drafter matrix \[.*\] holds NaN or infinity"):
+    with pytest.raises(CheckpointError, match="drafter's fc holds NaN or infinity in float32"):
         quantize_draft(config, weights)
 
 

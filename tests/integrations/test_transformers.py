@@ -267,11 +267,19 @@ def test_threads_take_turns(model, draft):
         ({"max_new_tokens": 2000}, "2005 tokens, the limit is 1024"),
         ({"num_speculative_tokens": 9}, "past what this drafter was trained for"),
         ({"engine_args": {"dtype": "int8"}}, "dtype 'int8'"),
+        ({"engine_args": {"dtype": "bfloat16"}}, "dtype 'bfloat16', but the model's weights are"),
+        ({"engine_args": {"frob": 1}}, "engine_args: frob: no field of EngineArgs"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(model, draft, arguments, message):
     with pytest.raises(ValueError, match=message):
         drafted(model, batch(5), draft, **arguments)
+
+
+@pytest.mark.parametrize("nothing", [None, ""])
+def test_a_call_without_a_drafter_is_refused(model, nothing):
+    with pytest.raises(ValueError, match="draft: expected a folder, a hub id or"):
+        drafted(model, batch(5), nothing)
 
 
 def test_inputs_that_are_no_batch_are_refused(model, draft):

@@ -49,28 +49,32 @@ def quantize_draft(config: DraftConfig, weights: DraftWeights) -> DraftWeights:
     """The drafter with fc and every layer's four matrices as float8_e4m3fn, a scale an output.
 
     Norms, biases, an embedding and a head of its own keep their dtype, and so do the K and V rows
-    that make context K/V, which `kv_proj` keeps aside. Says once where a GPU does not stream it.
+    that make context K/V, which `kv_proj` keeps aside. Says once where it does not pay.
     """
     query_size = config.decoder.num_heads * config.decoder.head_dim
     kv_proj = torch.cat([_whole(layer.qkv_proj)[query_size:] for layer in weights.layers])
     quantized = replace(
         weights,
-        fc=_quantized(weights.fc),
-        layers=[_quantized_layer(layer) for layer in weights.layers],
+        fc=_quantized("fc", weights.fc),
+        layers=[_quantized_layer(i, layer) for i, layer in enumerate(weights.layers)],
         kv_proj=kv_proj,
     )
     if kv_proj.is_cuda:
         _say_what_is_unpacked(quantized, kv_proj.dtype)
+    else:
+        log_once(
+            "draft_quantization: on a CPU drafts take longer with it, weights are widened at every product"
+        )
     return quantized
 
 
-def _quantized_layer(layer: LayerWeights) -> LayerWeights:
+def _quantized_layer(i: int, layer: LayerWeights) -> LayerWeights:
     return replace(
         layer,
-        qkv_proj=_quantized(layer.qkv_proj),
-        o_proj=_quantized(layer.o_proj),
-        gate_up_proj=_quantized_gate_up(layer.gate_up_proj),
-        down_proj=_quantized(layer.down_proj),
+        qkv_proj=_quantized(f"layer {i}'s qkv_proj", layer.qkv_proj),
+        o_proj=_quantized(f"layer {i}'s o_proj", layer.o_proj),
+        gate_up_proj=_quantized_gate_up(f"layer {i}'s gate_up_proj", layer.gate_up_proj),
+        down_proj=_quantized(f"layer {i}'s down_proj", layer.down_proj),
     )
 
 
@@ -79,27 +83,27 @@ def _whole(matrix: Matrix) -> torch.Tensor:
     return matrix
 
 
-def _quantized(matrix: Matrix) -> Fp8Matrix:
+def _quantized(name: str, matrix: Matrix) -> Fp8Matrix:
     whole = _whole(matrix)
-    return _packed(whole, whole.split(_part_rows(whole)))
+    return _packed(name, whole, whole.split(_part_rows(whole)))
 
 
-def _quantized_gate_up(matrix: Matrix) -> Fp8Matrix:
+def _quantized_gate_up(name: str, matrix: Matrix) -> Fp8Matrix:
     gate_up = _whole(matrix)
     # Where a GPU unpacks the weight, silu_mul wants rows longer than a turn.
     is_unpacked = gate_up.is_cuda and not fp8_is_streamed(gate_up)
     if is_unpacked or gate_up.shape[0] % (2 * TURN) != 0:
-        return _quantized(gate_up)
+        return _quantized(name, gate_up)
     halves = (half.split(_part_rows(gate_up) // 2) for half in gate_up.chunk(2))
     parts = (in_turns(torch.cat(pair)) for pair in zip(*halves, strict=True))
-    return replace(_packed(gate_up, parts), in_turns=True)
+    return replace(_packed(name, gate_up, parts), in_turns=True)
 
 
 def _part_rows(matrix: torch.Tensor) -> int:
     return max(1, PART_BYTES // (4 * TILE * matrix.shape[1])) * TILE
 
 
-def _packed(matrix: torch.Tensor, parts: Iterable[torch.Tensor]) -> Fp8Matrix:
+def _packed(name: str, matrix: torch.Tensor, parts: Iterable[torch.Tensor]) -> Fp8Matrix:
     """`parts` have the rows of the matrix, all but the last whole tiles of them."""
     outputs, size = matrix.shape
     shape = (-(-outputs // TILE), -(-size // TILE), TILE * TILE)
@@ -113,8 +117,8 @@ def _packed(matrix: torch.Tensor, parts: Iterable[torch.Tensor]) -> Fp8Matrix:
         first += len(part)
     if not bool(torch.isfinite(scale).all()):
         raise CheckpointError(
-            f"a drafter matrix [{outputs}, {size}] holds NaN or infinity, which fp8 cannot scale: use another "
-            "checkpoint, or no draft_quantization"
+            f"the drafter's {name} holds NaN or infinity in {str(matrix.dtype).removeprefix('torch.')}, which fp8 "
+            "cannot scale: use another dtype or checkpoint, or no draft_quantization"
         )
     return Fp8Matrix(weight, scale, is_streamed=fp8_is_streamed(matrix))
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dflash._conflict import report_conflict
-from dflash.cli.generate import DEMO, DFLASH, resolve_draft
+from dflash.cli.generate import DEMO, DFLASH, MAX_THREADS, resolve_draft
 from dflash.errors import DflashError
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def bench(
         ),
     ] = False,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads. Default: torch's.")
+        int | None, typer.Option(min=1, max=MAX_THREADS, help="CPU threads. Default: torch's.")
     ] = None,
     warmup: Annotated[
         int | None,

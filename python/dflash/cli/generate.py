@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 DEMO = "demo"
 NO_DRAFT = "none"
 DFLASH = "dflash"
+MAX_THREADS = 1024  # far more than help; OpenMP crashes on a million
 
 
 def generate(
@@ -75,7 +76,11 @@ def generate(
     ] = False,
     threads: Annotated[
         int | None,
-        typer.Option(min=1, help="CPU threads. Default: torch's; --compare measures the best."),
+        typer.Option(
+            min=1,
+            max=MAX_THREADS,
+            help="CPU threads. Default: torch's; --compare measures the best.",
+        ),
     ] = None,
 ) -> None:
     """Generate text from a prompt, and say how fast it came."""
@@ -131,6 +136,8 @@ def _read_prompt(prompt: str | None) -> str:
     text = sys.stdin.read() if prompt is None or prompt == "-" else prompt
     if not text.strip():
         raise ValueError("the prompt is empty")
+    if any("\ud800" <= c <= "\udfff" for c in text):  # bytes that were no UTF-8
+        raise ValueError("the prompt is not UTF-8: convert it first")
     return text
 
 

@@ -99,6 +99,11 @@ class EngineArgs:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("model", "draft"):
+            if getattr(self, name) == "":
+                raise ValueError(
+                    f"{name}: expected a folder, a GGUF file or a hub id, got an empty name"
+                )
         self._check_choice("dtype", ("auto", *DTYPES))
         self._check_choice("draft_method", DRAFT_METHODS)
         self._check_choice("draft_sample_method", ("greedy", "gumbel"))

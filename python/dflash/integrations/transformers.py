@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
@@ -58,6 +59,11 @@ def generate(
     """
     ids, prompts = _prompts(inputs)
     call = read_generation(model.generation_config, generation_config, generation, ids.shape[1])
+    if not draft:
+        raise ValueError(f'draft: expected a folder, a hub id or "demo", got {draft!r}')
+    unknown = set(engine_args or {}) - {field.name for field in dataclasses.fields(EngineArgs)}
+    if unknown:
+        raise ValueError(f"engine_args: {', '.join(sorted(unknown))}: no field of EngineArgs")
     args = EngineArgs(
         **{
             "model": type(model).__name__,
@@ -98,10 +104,13 @@ class Session:
         self._addresses = _addresses(model)
         self._device = resolve_device(args.device)
         self._target = adopt_target(model)
+        assert args.draft is not None
         dtype, quantization = self._target[0].dtype, args.draft_quantization
-        self._draft = load_draft_of(
-            self._target, args.draft or "", quantization, dtype, self._device
-        )
+        if args.dtype not in ("auto", str(dtype).removeprefix("torch.")):
+            raise ValueError(
+                f"engine_args: dtype {args.dtype!r}, but the model's weights are {dtype}"
+            )
+        self._draft = load_draft_of(self._target, args.draft, quantization, dtype, self._device)
         self._engine: Engine | None = None
         self._longest = self._most = 1
         self.statistics = Statistics()
