@@ -10,8 +10,7 @@ import weakref
 import pytest
 import torch
 
-from dflash import SamplingParams
-from dflash import log
+from dflash import SamplingParams, log
 from dflash.checkpoints import quantize
 from dflash.checkpoints.matrix import Fp8Matrix
 from dflash.checkpoints.quantize import quantize_draft
