@@ -18,6 +18,12 @@ struct SiluMulEpilogue {
 
   gemm::RowStore<T, 1> rows;
 
+  __device__ __forceinline__ SiluMulEpilogue from_row(int row) const {
+    SiluMulEpilogue epilogue = *this;
+    epilogue.rows.output += row * rows.stride;
+    return epilogue;
+  }
+
   // Of a fragment's two matrices the first is gate, the second the same columns of up.
   template <int kFirst, int kRows, int kFragments>
   __device__ __forceinline__ void finish(const float (&acc)[kFragments][4], int num_rows,
@@ -36,7 +42,10 @@ struct SiluMulEpilogue {
 template <typename T>
 cudaError_t launch(const LinearSiluMulParams& p, cudaStream_t stream) {
   const SiluMulEpilogue<T> epilogue{{p.output, p.output_stride, p.num_outputs}};
-  return gemm::launch_gemm<T>(p.operands(), epilogue, stream);
+  const gemm::Operands o = p.operands();
+  if (gemm::takes_row_blocks(o))
+    return gemm::launch_shape<T, gemm::kMaxRows, 3, true>(o, 1, epilogue, stream);
+  return gemm::launch_gemm<T>(o, epilogue, stream);
 }
 
 }  // namespace

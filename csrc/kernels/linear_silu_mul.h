@@ -30,7 +30,8 @@ struct LinearSiluMulParams {
 
 // Whether one kernel does it: 8 rows of gate and 8 of up take turns in its tiles.
 inline bool can_fuse(const LinearSiluMulParams& p) {
-  return p.num_outputs % 8 == 0 && gemm::can_stream(p.operands());
+  const gemm::Operands o = p.operands();
+  return p.num_outputs % 8 == 0 && (gemm::can_stream(o) || gemm::takes_row_blocks(o));
 }
 
 #ifdef DFLASH_CUDA

@@ -59,22 +59,23 @@ inline int num_ctas(int num_tiles, int num_splits) {
                          : num_splits * num_tiles;
 }
 
-template <typename T, int N, int W, class Epilogue>
+template <typename T, int N, int W, bool kSharesWeight = false, class Epilogue>
 cudaError_t launch_shape(const Operands& o, int num_splits, const Epilogue& epilogue,
                          cudaStream_t stream) {
   constexpr int kAtoms = N <= 32 || Epilogue::kPacked ? 2 : 1;
-  using L = Layout<N, W, kAtoms, Epilogue>;
-  constexpr int kTileRows = W * kGroupRows;
-  const auto kernel = gemm_kernel<T, N, W, kAtoms, Epilogue>;
+  using L = Layout<N, W, kAtoms, kSharesWeight, Epilogue>;
+  const auto kernel = gemm_kernel<T, N, W, kAtoms, kSharesWeight, Epilogue>;
 
   Plan plan;
   plan.num_rows = static_cast<int>(o.num_rows);
-  plan.num_tiles = num_tiles(o.num_outputs, W);
+  plan.row_pairs = kSharesWeight ? (plan.num_rows + 2 * N - 1) / (2 * N) : 1;
+  plan.num_units = num_tiles(o.num_outputs, W) * plan.row_pairs;
   plan.num_atoms = static_cast<int>((o.size + kAtom - 1) / kAtom);
   plan.num_splits = num_splits;
   plan.num_stages = (kSmemBytes - L::smem_bytes(num_splits, 0)) / (L::kStageBytes + 16);
   const int smem_bytes = L::smem_bytes(num_splits, plan.num_stages);
 
+  constexpr int kTileRows = W * kGroupRows / (kSharesWeight ? 2 : 1);  // that one CTA reads
   CUtensorMap weight, x;
   cudaError_t error =
       Epilogue::kPacked        ? make_packed_map(&weight, o, W, kAtoms)
@@ -90,10 +91,11 @@ cudaError_t launch_shape(const Operands& o, int num_splits, const Epilogue& epil
   // Weights are asked for while the kernel before this one ends.
   cudaLaunchAttribute attributes[2]{{}, overlap_attribute()};
   attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim.x = num_splits;
+  attributes[0].val.clusterDim.x = kSharesWeight ? 2 : num_splits;
   attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(num_ctas(plan.num_tiles, num_splits));
+  config.gridDim = dim3(kSharesWeight ? num_ctas(2 * plan.num_units, 1) / 2 * 2
+                                      : num_ctas(plan.num_units, num_splits));
   config.blockDim = dim3(L::kThreads);
   config.dynamicSmemBytes = smem_bytes;
   config.stream = stream;

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// y [T, M] = x [T, K] weight [M, K]^T for at most 128 rows, at the rate the weights arrive.
+// y [T, M] = x [T, K] weight [M, K]^T for few rows, at the rate the weights arrive.
 // Operands are swapped: 64 rows of the weight are a warpgroup's M, the rows of x (N of them, padded
 // with zeros) its N. A CTA owns tiles of 64 W weight rows; one warp keeps a ring of stages full
 // with bulk copies, W warpgroups multiply. With two splits, a pair of CTAs halves K and each
 // finishes half of the rows. Weights of the first stages are asked for before the kernel waits for
-// its predecessor, which must not write them.
+// its predecessor, which must not write them. With more rows than N, pairs of CTAs take a block of
+// N rows each and share the weight, each half read by one of them.
 // Bytes moved: the weight once, x once a tile (from the L2), y once.
 #pragma once
 
@@ -50,21 +51,23 @@ __device__ __forceinline__ decltype(auto) of_tile(const Epilogue& epilogue, int 
 // Epilogue: kInterleaved (8 rows of the weight's first half and 8 of its second take turns, through
 // a tensor map that says so), kPacked (the weight is fp8_weight.h's, and of_tile(column), called
 // before the products and before the predecessor is done, has finish), kBytes of shared memory a
-// warpgroup, and
+// warpgroup, from_row(row) where the weight is shared (the epilogue of the rows from there on), and
 // finish<kFirst, kRows>(acc, num_rows, column, smem): rows kFirst.. of a warpgroup's 64 columns of
 // the product, as the fragments of mma.sync m16n8k16 with the columns as M.
 // With kHasState, for one split only: begin<N, W>(num_rows, smem) and end<N, W>(num_rows, smem) of
 // all W warpgroups before and after a CTA's tiles, with the place of the first warpgroup; those of
 // the others follow it.
-template <typename T, int N, int W, int kAtoms, class Epilogue>
-__global__ void __launch_bounds__(128 * W + 32, Layout<N, W, kAtoms, Epilogue>::kCtasPerSm)
+template <typename T, int N, int W, int kAtoms, bool kSharesWeight, class Epilogue>
+__global__ void __launch_bounds__(128 * W + 32,
+                                  Layout<N, W, kAtoms, kSharesWeight, Epilogue>::kCtasPerSm)
     gemm_kernel(const __grid_constant__ CUtensorMap weight, const __grid_constant__ CUtensorMap x,
                 const Plan plan, const __grid_constant__ Epilogue epilogue) {
-  using L = Layout<N, W, kAtoms, Epilogue>;
+  using L = Layout<N, W, kAtoms, kSharesWeight, Epilogue>;
+  static_assert(!kSharesWeight || Epilogue::kInterleaved, "its halves are of turns");
   extern __shared__ __align__(1024) uint8_t smem[];
   let_successor_start();
   const bool has_pair = !Epilogue::kHasState && plan.num_splits == 2;
-  const Work work = Work::find<kAtoms>(plan);
+  const Work work = Work::find<L, kAtoms>(plan);
   Ring<L> ring(plan, smem_address(smem));
   const int warp = threadIdx.x / 32;
   const bool produces = warp == 4 * W && threadIdx.x % 32 == 0;
@@ -72,19 +75,21 @@ __global__ void __launch_bounds__(128 * W + 32, Layout<N, W, kAtoms, Epilogue>::
   if (produces) {
     for (int stage = 0; stage < plan.num_stages; ++stage) {
       mbarrier_init(ring.full + 8 * stage, 1);
-      mbarrier_init(ring.empty + 8 * stage, 4 * W);
+      mbarrier_init(ring.empty + 8 * stage, kSharesWeight ? 8 * W : 4 * W);
     }
     mbarrier_init(ring.sums, 1);
     mbarrier_init_fence();
     mbarrier_arrive_expect(ring.sums, L::kSumBytes);
-    producer.start(ring);
+    if constexpr (!kSharesWeight) producer.start(ring);
   }
   __syncwarp();
   __syncthreads();
-  if (has_pair) cluster_arrive_relaxed();
+  if (has_pair || kSharesWeight) cluster_arrive_relaxed();
 
   if (warp == 4 * W) {
+    if constexpr (kSharesWeight) cluster_wait_acquire();  // the other CTA's barriers are ready
     if (produces) {
+      if constexpr (kSharesWeight) producer.start(ring);
       wait_for_predecessor();
       producer.finish(ring);
     }
@@ -94,20 +99,27 @@ __global__ void __launch_bounds__(128 * W + 32, Layout<N, W, kAtoms, Epilogue>::
   }
 
   const int group = threadIdx.x / 128;
+  if constexpr (kSharesWeight) cluster_wait_acquire();
   float acc[N / 8][4];
   [[maybe_unused]] uint8_t* const places = smem + L::epilogue_at(1, plan.num_stages, 0);
   if constexpr (Epilogue::kHasState) epilogue.template begin<N, W>(plan.num_rows, places);
-  for (int tile = work.first_tile; tile < plan.num_tiles; tile += work.tile_step) {
-    const auto& outputs = of_tile(epilogue, (tile * W + group) * kGroupRows);
+  for (int unit = work.first_unit; unit < plan.num_units; unit += work.unit_step) {
+    const Part<L> part(work, unit);
+    const int column = (part.tile * W + group) * kGroupRows;
+    const auto& outputs = of_tile(epilogue, column);
     if constexpr (Epilogue::kPacked) {
       accumulate_packed<T, L, N, kAtoms>(acc, ring, work.num_steps, group);
     } else {
       accumulate<T, L, N, kAtoms>(acc, ring, work.num_steps, group);
     }
-    const int column = (tile * W + group) * kGroupRows;
     uint8_t* place = smem + L::epilogue_at(plan.num_splits, plan.num_stages, group);
     if (!has_pair) {
-      outputs.template finish<0, N>(acc, plan.num_rows, column, place);
+      if constexpr (kSharesWeight) {
+        epilogue.from_row(part.row).template finish<0, N>(acc, plan.num_rows - part.row, column,
+                                                          place);
+      } else {
+        outputs.template finish<0, N>(acc, plan.num_rows, column, place);
+      }
       continue;
     }
     if constexpr (!Epilogue::kHasState) {

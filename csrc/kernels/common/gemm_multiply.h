@@ -149,17 +149,17 @@ __device__ __forceinline__ void accumulate(float (&acc)[N / 8][4], Ring<L>& ring
   const bool is_first_lane = threadIdx.x % 32 == 0;
 #pragma unroll
   for (int j = 0; j < N / 8; ++j) acc[j][0] = acc[j][1] = acc[j][2] = acc[j][3] = 0.0f;
-  uint32_t last = 0;
+  int last = 0;
   for (int step = 0; step < num_steps; ++step) {
     mbarrier_wait(ring.full_barrier(), ring.parity);
     multiply<T, L, N, kAtoms>(acc, ring.address(), group);
     multiply_wait_last();
-    if (step > 0 && is_first_lane) mbarrier_arrive(last);
-    last = ring.empty_barrier();
+    if (step > 0 && is_first_lane) ring.release(last);
+    last = ring.stage;
     ring.advance();
   }
   multiply_wait_all();
-  if (is_first_lane) mbarrier_arrive(last);
+  if (is_first_lane) ring.release(last);
 }
 
 }  // namespace dflash::gemm

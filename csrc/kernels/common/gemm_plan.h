@@ -31,11 +31,11 @@ constexpr int kSms = 132;  // of an H100 or H200
 constexpr int kMinSplitSize = 1024;  // of K, that two CTAs may share
 
 // The bulk copy engine's limits: 16-byte rows, 32-bit coordinates.
-inline bool can_stream(const Operands& o) {
+inline bool can_stream(const Operands& o, int64_t max_rows = kMaxRows) {
   constexpr int64_t kMaxSize = int64_t{1} << 30;
   const bool is_16_bit = o.dtype == DType::kBFloat16 || o.dtype == DType::kFloat16;
   const bool has_size = o.num_rows > 0 && o.num_outputs > 0 && o.size > 0;
-  const bool fits = o.num_rows <= kMaxRows && o.num_outputs <= kMaxSize && o.size <= kMaxSize;
+  const bool fits = o.num_rows <= max_rows && o.num_outputs <= kMaxSize && o.size <= kMaxSize;
   const auto aligned = [](const void* p, int64_t rows, int64_t stride) {
     const bool has_aligned_rows = rows == 1 || (stride > 0 && stride % 8 == 0);
     return reinterpret_cast<uintptr_t>(p) % 16 == 0 && has_aligned_rows;
@@ -55,6 +55,15 @@ inline Choice choose(const Operands& o) {
   // Wide tiles read x less often, where there are enough of them.
   c.warpgroups = groups > kSms ? 3 : 1;
   return c;
+}
+
+// Whether rows are worth two or four blocks of kMaxRows, of which pairs share a wide weight: where
+// few of a block are padding. The library serves the rest.
+inline bool takes_row_blocks(const Operands& o) {
+  constexpr int kPair = 2 * kMaxRows;
+  if (o.num_rows <= kMaxRows || !can_stream(o, 2 * kPair)) return false;
+  const int64_t padded = (o.num_rows + kPair - 1) / kPair * kPair;
+  return 8 * o.num_rows > 7 * padded && (o.num_outputs + 63) / 64 > 2 * kSms;
 }
 
 // Packed weights arrive in half the time. Pairs of CTAs halve K of tiles as wide as the SMs allow:

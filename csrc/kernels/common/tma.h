@@ -21,6 +21,12 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
 }
 
+// At the barrier of a CTA of the cluster.
+// NOTE: publishes nothing beyond this CTA. With .release.cluster it is a fence over the whole GPU.
+__device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];\n" ::"r"(barrier) : "memory");
+}
+
 // Arrives and announces bytes that copies will bring.
 __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes)
@@ -70,6 +76,18 @@ __device__ __forceinline__ void tma_load(uint32_t dst, const CUtensorMap& map, u
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
       ".L2::cache_hint [%0], [%1, {%4, %5}], [%2], %3;\n" ::"r"(dst),
       "l"(&map), "r"(barrier), "l"(policy), "r"(c0), "r"(c1)
+      : "memory");
+}
+
+// The same into every CTA of a pair, at the same place and on the same barrier of each.
+__device__ __forceinline__ void tma_load_pair(uint32_t dst, const CUtensorMap& map,
+                                              uint32_t barrier, uint64_t policy, int c0, int c1,
+                                              int c2, int c3) {
+  constexpr uint16_t kBoth = 3;
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster.L2::cache_hint [%0], [%1, {%5, %6, %7, %8}], [%2], %3, %4;\n" ::"r"(dst),
+      "l"(&map), "r"(barrier), "h"(kBoth), "l"(policy), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
 

@@ -182,6 +182,38 @@ TYPED_TEST(LinearKernel, FusedHasTheBitsOfLinearAndSiluMul) {
   }
 }
 
+// Blocks of 128 rows in one launch, pairs of them sharing the weight: a row has the bits that its
+// block alone gives it.
+TYPED_TEST(LinearKernel, FusedTakesMoreRowsInBlocks) {
+  constexpr int64_t kOutputs = 64 * 133, kSize = 840;
+  for (int64_t num_rows : {225, 256, 480, 512}) {
+    LinearBatch<TypeParam> batch(num_rows, 2 * kOutputs, kSize);
+    DevicePlace place;
+    const LinearParams p = batch.params(place, false);
+    std::vector<TypeParam> together =
+        typed<TypeParam>(std::vector<float>(num_rows * (kOutputs + 8), 5));
+    std::vector<TypeParam> blocks = together;
+    LinearSiluMulParams q{p.x, p.weight, place(together), num_rows, kOutputs, kSize,
+                          p.x_stride, p.weight_stride, kOutputs + 8, p.dtype};
+    ASSERT_TRUE(can_fuse(q));
+    for (int64_t refused : {129, 224, 257, 384, 448, 513}) {
+      LinearSiluMulParams other = q;
+      other.num_rows = refused;
+      EXPECT_FALSE(can_fuse(other)) << refused;
+    }
+    ASSERT_EQ(launch_linear_silu_mul(q, nullptr), cudaSuccess);
+    TypeParam* const to = place(blocks);
+    for (int64_t row = 0; row < num_rows; row += gemm::kMaxRows) {
+      q.x = static_cast<const TypeParam*>(p.x) + row * p.x_stride;
+      q.output = to + row * (kOutputs + 8);
+      q.num_rows = std::min<int64_t>(num_rows - row, gemm::kMaxRows);
+      ASSERT_EQ(launch_linear_silu_mul(q, nullptr), cudaSuccess);
+    }
+    place.copy_back();
+    EXPECT_EQ(floats(together), floats(blocks)) << num_rows;
+  }
+}
+
 // Lets its successor start at once and writes x late: a product that did not wait would read the old.
 template <typename T>
 __global__ void slowly_scale(T* x, const T* from, int64_t count, float factor) {
