@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The streaming GEMM beside the library's (cuBLAS) at the step's shapes, 1 to 128 rows.
+"""The streaming GEMM beside the library's (cuBLAS) at the step's shapes, 1 to 128 rows; gate_up to 512 too.
 
     python -m benchmarks.kernels.gemm [--out FOLDER]
 
@@ -45,6 +45,7 @@ OTHERS = {
     "demo head": (49152, 576),
 }
 ROWS = (1, 16, 32, 64, 128)
+MORE_ROWS = {"gate_up": (256, 512)}
 MAX_COPIES = 24
 GRAPH_US = 1500
 
@@ -109,7 +110,7 @@ def main() -> None:
     heads = (column.removesuffix("_us").replace("_", " ") for column in columns)
     print(f"{'matrix':14} {'rows':>4}" + "".join(f" {head:>9}" for head in heads))
     for name, (outputs, size) in (LAYER | OTHERS).items():
-        for rows in ROWS:
+        for rows in ROWS + MORE_ROWS.get(name, ()):
             row = measure(name, outputs, size, rows, args.replays)
             figures.append(row)
             line = "".join(f" {row.get(key, ''):>9}" for key in columns)
