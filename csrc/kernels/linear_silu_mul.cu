@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// output = silu(gate) * up with [gate, up] = x weight^T, for few rows: the streaming GEMM over 8
-// rows of gate and 8 of up in turns. Both are rounded as if they had been stored, so the result is
-// that of linear and silu_mul, bit for bit. Bytes moved: the weight, once.
+// output = silu(gate) * up with [gate, up] = x weight^T: the streaming GEMM over 8 rows of gate and
+// 8 of up in turns. Both are rounded as if they had been stored, so a row has the bits of linear
+// and silu_mul on at most 128 rows. Bytes moved: the weight, once every 256 rows.
 #include "linear_silu_mul.h"
 
 #include "common/gemm_launch.h"

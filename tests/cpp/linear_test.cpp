@@ -33,5 +33,16 @@ TEST(Linear, IsExactAtAwkwardSizes) {
   }
 }
 
+// Qwen3-8B's, 4B's, 14B's, 32B's and Llama-3.1-8B's gate and up: only where pairs of SMs are busy to the end.
+TEST(GemmPlan, TakesRowBlocksThatFillTheSms) {
+  alignas(16) static uint16_t data[8];
+  const auto takes = [](int64_t num_rows, int64_t num_outputs) {
+    return gemm::takes_row_blocks({data, data, num_rows, num_outputs, 4096, 4096, 4096, DType::kBFloat16});
+  };
+  for (int64_t num_rows : {225, 256, 449, 512}) EXPECT_TRUE(takes(num_rows, 24576)) << num_rows;
+  for (int64_t num_rows : {128, 129, 224, 257, 448, 513}) EXPECT_FALSE(takes(num_rows, 24576)) << num_rows;
+  for (int64_t num_outputs : {19456, 34816, 51200, 28672, 12288}) EXPECT_FALSE(takes(256, num_outputs)) << num_outputs;
+}
+
 }  // namespace
 }  // namespace dflash

@@ -12,7 +12,8 @@ from .support import DEVICES, DTYPES, assert_close, check_op, guarded
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "rows,outputs,size", [(1, 1, 1), (3, 7, 17), (8, 1536, 576), (33, 65, 136), (129, 40, 64)]
+    "rows,outputs,size",
+    [(1, 1, 1), (3, 7, 17), (8, 1536, 576), (33, 65, 136), (129, 40, 64), (250, 12288, 72)],
 )
 def test_linear_silu_mul_equals_reference(device, dtype, rows, outputs, size):
     x = torch.randn(rows, size, dtype=dtype, device=device)

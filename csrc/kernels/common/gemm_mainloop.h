@@ -6,7 +6,7 @@
 // finishes half of the rows. Weights of the first stages are asked for before the kernel waits for
 // its predecessor, which must not write them. With more rows than N, pairs of CTAs take a block of
 // N rows each and share the weight, each half read by one of them.
-// Bytes moved: the weight once, x once a tile (from the L2), y once.
+// Bytes moved: the weight once (a pair of row blocks), x once a tile (from the L2), y once.
 #pragma once
 
 #include "gemm_multiply.h"
@@ -63,7 +63,8 @@ __global__ void __launch_bounds__(128 * W + 32,
     gemm_kernel(const __grid_constant__ CUtensorMap weight, const __grid_constant__ CUtensorMap x,
                 const Plan plan, const __grid_constant__ Epilogue epilogue) {
   using L = Layout<N, W, kAtoms, kSharesWeight, Epilogue>;
-  static_assert(!kSharesWeight || Epilogue::kInterleaved, "its halves are of turns");
+  static_assert(!kSharesWeight || (Epilogue::kInterleaved && !Epilogue::kPacked));
+  static_assert(!kSharesWeight || !Epilogue::kHasState);
   extern __shared__ __align__(1024) uint8_t smem[];
   let_successor_start();
   const bool has_pair = !Epilogue::kHasState && plan.num_splits == 2;

@@ -65,7 +65,8 @@ __device__ __forceinline__ void multiply_rows(float (&acc)[N / 8][4], const uint
   }
 }
 
-// NOTE: the portable body. The host launches it nowhere yet: sm_100f has the library's GEMM.
+// NOTE: the portable body. The host launches it nowhere yet: sm_100f has the library's GEMM. Its
+// reads are not done when a stage is given back to another CTA (Ring::release).
 template <typename T, class L, int N, int kAtoms>
 __device__ __forceinline__ void multiply(float (&acc)[N / 8][4], uint32_t stage, int group) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;

@@ -56,7 +56,7 @@ struct Layout {
 // Of the CTAs that share, or that split K.
 __device__ __forceinline__ int rank_in_pair() { return static_cast<int>(blockIdx.x & 1); }
 
-// A CTA's view of its work: the same tiles for both splits.
+// A CTA's view of its work: the same tiles for both CTAs of a pair.
 struct Work {
   int split;
   int first_unit, unit_step, row_pairs;
@@ -219,8 +219,8 @@ struct Producer {
     if constexpr (L::kSharesWeight) drain(ring, started);
   }
 
-  // Until the pair's consumers are done with the last `count` turns: what the other CTA sends to this
-  // one has arrived then, and this one may end.
+  // Until the pair's consumers are done with the last `count` turns: what the other CTA sends to
+  // this one has arrived then, and this one may end.
   __device__ __forceinline__ void drain(Ring<L> ring, int count) const {
     if (work.num_turns < ring.num_stages) ring.stage = 0;
     for (int i = 0; i < count; ++i) {

@@ -22,7 +22,8 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
 }
 
 // At the barrier of a CTA of the cluster.
-// NOTE: publishes nothing beyond this CTA. With .release.cluster it is a fence over the whole GPU.
+// NOTE: publishes nothing beyond this CTA: only reads that are done (wgmma's) may come before it.
+// With .release.cluster it is a fence over the whole GPU.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];\n" ::"r"(barrier) : "memory");
 }

@@ -16,8 +16,8 @@ def linear_silu_mul(
         output: [T, I], same dtype; allocated when absent.
 
     Returns:
-        output: the bits of `linear` and `silu_mul`, in one kernel where `linear` streams the weights on a GPU. Of
-            225 to 256 and 449 to 512 rows wide weights make one kernel too, with bits of its own.
+        output: the bits of `linear` and `silu_mul`, in one kernel where `linear` streams the weights on a GPU. One
+            kernel may take 225 to 256 and 449 to 512 rows too: a row has the bits it has among at most 128, then.
     """
     if output is None:
         output = x.new_empty(x.shape[0], weight.shape[0] // 2)

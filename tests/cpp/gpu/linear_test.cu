@@ -185,7 +185,7 @@ TYPED_TEST(LinearKernel, FusedHasTheBitsOfLinearAndSiluMul) {
 // Blocks of 128 rows in one launch, pairs of them sharing the weight: a row has the bits that its
 // block alone gives it.
 TYPED_TEST(LinearKernel, FusedTakesMoreRowsInBlocks) {
-  constexpr int64_t kOutputs = 64 * 133, kSize = 840;
+  constexpr int64_t kOutputs = 11992, kSize = 840;
   for (int64_t num_rows : {225, 256, 480, 512}) {
     LinearBatch<TypeParam> batch(num_rows, 2 * kOutputs, kSize);
     DevicePlace place;
