@@ -68,8 +68,8 @@ cudaError_t launch_shape(const Operands& o, int num_splits, const Epilogue& epil
 
   Plan plan;
   plan.num_rows = static_cast<int>(o.num_rows);
-  plan.row_pairs = kSharesWeight ? (plan.num_rows + 2 * N - 1) / (2 * N) : 1;
-  plan.num_units = num_tiles(o.num_outputs, W) * plan.row_pairs;
+  plan.block_pairs = kSharesWeight ? (plan.num_rows + 2 * N - 1) / (2 * N) : 1;
+  plan.num_units = num_tiles(o.num_outputs, W) * plan.block_pairs;
   plan.num_atoms = static_cast<int>((o.size + kAtom - 1) / kAtom);
   plan.num_splits = num_splits;
   plan.num_stages = (kSmemBytes - L::smem_bytes(num_splits, 0)) / (L::kStageBytes + 16);

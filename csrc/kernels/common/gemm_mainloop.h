@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(128 * W + 32,
   static_assert(!kSharesWeight || !Epilogue::kHasState);
   extern __shared__ __align__(1024) uint8_t smem[];
   let_successor_start();
-  const bool has_pair = !Epilogue::kHasState && plan.num_splits == 2;
+  const bool has_pair = !Epilogue::kHasState && !kSharesWeight && plan.num_splits == 2;
   const Work work = Work::find<L, kAtoms>(plan);
   Ring<L> ring(plan, smem_address(smem));
   const int warp = threadIdx.x / 32;

@@ -118,7 +118,7 @@ __device__ __forceinline__ void accumulate_packed(float (&acc)[N / 8][4], Ring<L
   const uint32_t mine = group * kAtoms * fp8::kTileBytes + warp * fp8::kWarpBytes + lane * 16;
 #pragma unroll
   for (int j = 0; j < N / 8; ++j) acc[j][0] = acc[j][1] = acc[j][2] = acc[j][3] = 0.0f;
-  uint32_t last = 0;
+  int last = 0;
   for (int step = 0; step < num_steps; ++step) {
     mbarrier_wait(ring.full_barrier(), ring.parity);
     const uint32_t stage = ring.address();
@@ -131,16 +131,16 @@ __device__ __forceinline__ void accumulate_packed(float (&acc)[N / 8][4], Ring<L
 #pragma unroll
     for (int a = 0; a < kAtoms; ++a) {
       multiply_wait_last();
-      if (a == 1 && step > 0 && lane == 0) mbarrier_arrive(last);
+      if (a == 1 && step > 0 && lane == 0) ring.release(last);
       uint32_t weights[kAtom / 16][4];
       widen_atom<T>(weights, packed[a]);
       multiply_atom<T, N>(acc, weights, stage + L::kRowsAt + a * L::kRowsAtomBytes);
     }
-    last = ring.empty_barrier();
+    last = ring.stage;
     ring.advance();
   }
   multiply_wait_all();
-  if (lane == 0) mbarrier_arrive(last);
+  if (lane == 0) ring.release(last);
 }
 
 // A tile's products into acc; every stage is given back once its products are done.

@@ -16,7 +16,7 @@ constexpr int kGroupRows = 64;    // weight rows of a warpgroup
 struct Plan {
   int num_rows;
   int num_units;   // tiles, each for all rows, or for two blocks of N rows
-  int row_pairs;   // of blocks: the units of a tile
+  int block_pairs;   // of blocks: the units of a tile
   int num_atoms;   // of K
   int num_splits;  // 1 or 2
   int num_stages;
@@ -25,9 +25,9 @@ struct Plan {
 // N rows of x, W warpgroups, kAtoms atoms of K a stage, and what a warpgroup's epilogue needs.
 // kSharesWeight: pairs of CTAs, without splits, take neighbouring blocks of N rows; of the weight
 // each reads half for both.
-template <int N, int W, int kAtoms, bool kShares, class Epilogue>
+template <int N, int W, int kAtoms, bool kShared, class Epilogue>
 struct Layout {
-  static constexpr bool kSharesWeight = kShares;
+  static constexpr bool kSharesWeight = kShared;
   static constexpr int kRows = N;
   static constexpr int kConsumers = 128 * W;
   static constexpr int kThreads = kConsumers + 32;
@@ -59,7 +59,7 @@ __device__ __forceinline__ int rank_in_pair() { return static_cast<int>(blockIdx
 // A CTA's view of its work: the same tiles for both CTAs of a pair.
 struct Work {
   int split;
-  int first_unit, unit_step, row_pairs;
+  int first_unit, unit_step, block_pairs;
   int first_atom, num_steps, num_turns;
 
   template <class L, int kAtoms>
@@ -70,11 +70,11 @@ struct Work {
     const int together = L::kSharesWeight ? 2 : plan.num_splits;
     w.first_unit = static_cast<int>(blockIdx.x) / together;
     w.unit_step = static_cast<int>(gridDim.x) / together;
-    w.row_pairs = plan.row_pairs;
+    w.block_pairs = plan.block_pairs;
     constexpr int kUnit = kSplitUnit / kAtom;
-    const int units = (plan.num_atoms + kUnit - 1) / kUnit;
-    w.first_atom = units * w.split / plan.num_splits * kUnit;
-    const int end = min(units * (w.split + 1) / plan.num_splits * kUnit, plan.num_atoms);
+    const int k_units = (plan.num_atoms + kUnit - 1) / kUnit;
+    w.first_atom = k_units * w.split / plan.num_splits * kUnit;
+    const int end = min(k_units * (w.split + 1) / plan.num_splits * kUnit, plan.num_atoms);
     w.num_steps = (end - w.first_atom + kAtoms - 1) / kAtoms;
     const int num_units = (plan.num_units - w.first_unit + w.unit_step - 1) / w.unit_step;
     w.num_turns = num_units * w.num_steps;
@@ -89,8 +89,8 @@ struct Part {
 
   __device__ __forceinline__ Part(const Work& work, int unit) : tile(unit), row(0) {
     if constexpr (L::kSharesWeight) {
-      tile = unit / work.row_pairs;
-      row = ((unit - tile * work.row_pairs) * 2 + rank_in_pair()) * L::kRows;
+      tile = unit / work.block_pairs;
+      row = ((unit - tile * work.block_pairs) * 2 + rank_in_pair()) * L::kRows;
     }
   }
 };
