@@ -150,9 +150,8 @@ STABLE_TORCH_LIBRARY(dflash, m) {
   m.def("linear_fp8(Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor(a!) output) -> ()");
 
   // output = silu(x @ gate^T) * (x @ up^T), weight [2 * I, K] = gate then up, both products rounded as linear's. One
-  // kernel where I % 8 is 0 and linear streams the weight, of at most 128 rows or, where 2 * I fills the SMs in whole
-  // rounds, of 225 to 256 and 449 to 512, each row with the bits of linear and silu_mul on at most 128; else these two.
-  // The weight is read as early as linear's.
+  // kernel where I % 8 is 0 and linear streams the weight, at most 128 rows or, if 2 * I fills the SMs to the end, 225
+  // to 256 or 449 to 512, with the bits of linear and silu_mul on at most 128; else these two. Weight: as in linear.
   m.def("linear_silu_mul(Tensor x, Tensor weight, Tensor(a!) output) -> ()");
 
   // output = silu(gate) * up of linear_fp8's products, both rounded as linear_fp8's; weight and scale have 8 rows of gate

@@ -16,9 +16,8 @@ HEADER = """\
 //
 {conventions}
 //
-// The ops are in libdflash_ops and libdflash_cuda: link dflash::dflash of find_package(dflash). Each
-// takes tensors of one device and runs on the current stream; an argument that does not fit is an
-// exception whose what() names it.
+// The ops are in libdflash_ops and libdflash_cuda: link dflash::dflash of find_package(dflash). Each takes tensors of
+// one device and runs on the current stream; an argument that does not fit is an exception whose what() names it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -27,22 +26,28 @@ HEADER = """\
 #include <cstdint>
 #include <optional>
 #include <string_view>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace dflash {{
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
 namespace detail {{
-
-template <typename Function>
-c10::TypedOperatorHandle<Function> find(const char* name) {{
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Function>();
+// The op that a function of this file calls, looked up once.
+template <auto kFunction, typename... Args>
+auto call(const char* name, Args&&... args) {{
+  using Function = std::remove_pointer_t<decltype(kFunction)>;
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Function>();
+  return op.call(std::forward<Args>(args)...);
 }}
-
 }}  // namespace detail
 """
 
 TYPES = {
-    "Tensor": "const at::Tensor&",
-    "Tensor?": "const std::optional<at::Tensor>&",
+    "Tensor": "const Tensor&",
+    "Tensor?": "const OptionalTensor&",
     "Tensor[]": "at::TensorList",
     "int": "int64_t",
     "int[]": "at::IntArrayRef",
@@ -51,7 +56,7 @@ TYPES = {
     "str": "std::string_view",
 }
 RETURNS = {"()": "void", "int": "int64_t", "int[]": "std::vector<int64_t>"}
-WIDTH = 100
+WIDTH = 120  # as registration.cpp
 
 
 class Argument(NamedTuple):
@@ -60,26 +65,34 @@ class Argument(NamedTuple):
 
 
 def read_arguments(schema: str) -> list[Argument]:
-    """The schema's arguments; an output, Tensor(a!), is the caller's tensor: at::Tensor."""
+    """The schema's arguments; an output, Tensor(a!), is the caller's tensor: Tensor."""
     arguments = []
     for part in schema.partition("(")[2].rpartition(") -> ")[0].split(", "):
         kind, name = part.split(" ")
         plain = re.sub(r"\(.!\)", "", kind)
         written = plain != kind and plain == "Tensor"
-        arguments.append(Argument("at::Tensor" if written else TYPES[plain], name))
+        arguments.append(Argument("Tensor" if written else TYPES[plain], name))
     return arguments
 
 
-def wrap(head: str, items: list[str], tail: str) -> str:
-    """head(items)tail with the items broken under the parenthesis."""
-    lines, line = [], head
-    for i, item in enumerate(items):
-        item += ", " if i + 1 < len(items) else tail
+def fill(line: str, indent: int, items: list[str]) -> list[str]:
+    """Lines of the items after `line`, further ones behind `indent` spaces."""
+    lines = []
+    for item in items:
         if len(line) + len(item.rstrip()) > WIDTH:
             lines.append(line.rstrip())
-            line = " " * len(head)
+            line = " " * indent
         line += item
-    return "\n".join([*lines, line])
+    return [*lines, line]
+
+
+def wrap(head: str, items: list[str], tail: str) -> str:
+    """head(items)tail with the items under the parenthesis, or on lines of their own where those are fewer."""
+    pieces = [item + ", " for item in items[:-1]] + [items[-1] + tail]
+    under = fill(head, len(head), pieces)
+    indent = len(head) - len(head.lstrip()) + 4
+    own = [head, *fill(" " * indent, indent, pieces)]
+    return "\n".join(min(under, own, key=len))
 
 
 def render_op(op: Op) -> str:
@@ -88,12 +101,13 @@ def render_op(op: Op) -> str:
     declaration = wrap(
         f"inline {returns} {op.name}(", [f"{a.type} {a.name}" for a in arguments], ") {"
     )
-    call = wrap("  return op.call(", [a.name for a in arguments], ");")
+    call = wrap(
+        f"  return detail::call<{op.name}>(",
+        [f'"dflash::{op.name}"', *(a.name for a in arguments)],
+        ");",
+    )
     meaning = "\n".join(f"// {line}" for line in op.meaning.splitlines())
-    find = f'detail::find<decltype({op.name})>("dflash::{op.name}");'
-    start = "  static const auto op ="
-    find = f"{start} {find}" if len(start + find) < WIDTH else f"{start}\n      {find}"
-    return "\n".join([meaning, declaration, find, call, "}"])
+    return "\n".join([meaning, declaration, call, "}"])
 
 
 def render(text: str) -> str:

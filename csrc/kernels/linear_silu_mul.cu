@@ -44,7 +44,7 @@ cudaError_t launch(const LinearSiluMulParams& p, cudaStream_t stream) {
   const SiluMulEpilogue<T> epilogue{{p.output, p.output_stride, p.num_outputs}};
   const gemm::Operands o = p.operands();
   if (gemm::takes_row_blocks(o))
-    return gemm::launch_shape<T, gemm::kMaxRows, 3, true>(o, 1, epilogue, stream);
+    return gemm::launch_shape<T, gemm::kMaxRows, 3, /*kSharesWeight=*/true>(o, 1, epilogue, stream);
   return gemm::launch_gemm<T>(o, epilogue, stream);
 }
 

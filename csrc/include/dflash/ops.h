@@ -8,9 +8,8 @@
 // -1 = padded row: inert). A K/V cache is [num_blocks, kv_block_size, num_kv_heads, D] with any strides over a
 // contiguous last dimension; slot = block * kv_block_size + offset, -1 = not stored; block 0 is the null block.
 //
-// The ops are in libdflash_ops and libdflash_cuda: link dflash::dflash of find_package(dflash). Each
-// takes tensors of one device and runs on the current stream; an argument that does not fit is an
-// exception whose what() names it.
+// The ops are in libdflash_ops and libdflash_cuda: link dflash::dflash of find_package(dflash). Each takes tensors of
+// one device and runs on the current stream; an argument that does not fit is an exception whose what() names it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,31 +18,34 @@
 #include <cstdint>
 #include <optional>
 #include <string_view>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace dflash {
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
 namespace detail {
-
-template <typename Function>
-c10::TypedOperatorHandle<Function> find(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Function>();
+// The op that a function of this file calls, looked up once.
+template <auto kFunction, typename... Args>
+auto call(const char* name, Args&&... args) {
+  using Function = std::remove_pointer_t<decltype(kFunction)>;
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Function>();
+  return op.call(std::forward<Args>(args)...);
 }
-
 }  // namespace detail
 
 // Rows the target verifies, from device state: [bonus, d_1..d_N] of each request at positions s..s+N, with slots,
 // causal lengths s + Q and uniform offsets r * Q. Positions are clamped to max_model_len - 1; a slot past
 // max_model_len, in the null block or of a padded row is -1; a padded row has length 0.
-inline void build_verify(const at::Tensor& idx_mapping, const at::Tensor& seq_lens,
-                         const at::Tensor& last_sampled, const at::Tensor& draft_tokens,
-                         const at::Tensor& block_table, int64_t kv_block_size,
-                         int64_t max_model_len, at::Tensor input_ids, at::Tensor positions,
-                         at::Tensor slot_mapping, at::Tensor query_seq_lens,
-                         at::Tensor query_start_loc) {
-  static const auto op = detail::find<decltype(build_verify)>("dflash::build_verify");
-  return op.call(idx_mapping, seq_lens, last_sampled, draft_tokens, block_table, kv_block_size,
-                 max_model_len, input_ids, positions, slot_mapping, query_seq_lens,
-                 query_start_loc);
+inline void build_verify(const Tensor& idx_mapping, const Tensor& seq_lens, const Tensor& last_sampled,
+                         const Tensor& draft_tokens, const Tensor& block_table, int64_t kv_block_size,
+                         int64_t max_model_len, Tensor input_ids, Tensor positions, Tensor slot_mapping,
+                         Tensor query_seq_lens, Tensor query_start_loc) {
+  return detail::call<build_verify>("dflash::build_verify", idx_mapping, seq_lens, last_sampled, draft_tokens,
+                                    block_table, kv_block_size, max_model_len, input_ids, positions, slot_mapping,
+                                    query_seq_lens, query_start_loc);
 }
 
 // Context rows and query block of the drafter, from the verified rows. Row t of request r is valid when it lies
@@ -51,24 +53,19 @@ inline void build_verify(const at::Tensor& idx_mapping, const at::Tensor& seq_le
 // [bonus, mask x N] right after the last valid position; the bonus is last_sampled where num_sampled > 0, else
 // next_prefill_tokens. With sample_from_anchor the block has N rows and row 0 is sampled too. The outputs may have
 // room for more requests than the batch: those are padded. next_prefill_tokens and query_input_ids: int64 or int32.
-inline void build_query(const at::Tensor& target_positions, const at::Tensor& query_start_loc,
-                        const at::Tensor& num_sampled, const at::Tensor& num_rejected,
-                        const at::Tensor& last_sampled, const at::Tensor& next_prefill_tokens,
-                        const at::Tensor& idx_mapping, at::TensorList block_tables,
-                        at::IntArrayRef kv_block_sizes, int64_t num_speculative_tokens,
-                        int64_t mask_token_id, int64_t max_model_len, bool sample_from_anchor,
-                        at::Tensor context_positions, at::TensorList context_slot_mappings,
-                        at::Tensor query_input_ids, at::Tensor query_positions,
-                        at::TensorList query_slot_mappings, at::Tensor query_seq_lens,
-                        at::Tensor draft_query_start_loc, at::Tensor sample_rows,
-                        at::Tensor sample_positions, at::Tensor sample_idx_mapping) {
-  static const auto op = detail::find<decltype(build_query)>("dflash::build_query");
-  return op.call(target_positions, query_start_loc, num_sampled, num_rejected, last_sampled,
-                 next_prefill_tokens, idx_mapping, block_tables, kv_block_sizes,
-                 num_speculative_tokens, mask_token_id, max_model_len, sample_from_anchor,
-                 context_positions, context_slot_mappings, query_input_ids, query_positions,
-                 query_slot_mappings, query_seq_lens, draft_query_start_loc, sample_rows,
-                 sample_positions, sample_idx_mapping);
+inline void build_query(const Tensor& target_positions, const Tensor& query_start_loc, const Tensor& num_sampled,
+                        const Tensor& num_rejected, const Tensor& last_sampled, const Tensor& next_prefill_tokens,
+                        const Tensor& idx_mapping, at::TensorList block_tables, at::IntArrayRef kv_block_sizes,
+                        int64_t num_speculative_tokens, int64_t mask_token_id, int64_t max_model_len,
+                        bool sample_from_anchor, Tensor context_positions, at::TensorList context_slot_mappings,
+                        Tensor query_input_ids, Tensor query_positions, at::TensorList query_slot_mappings,
+                        Tensor query_seq_lens, Tensor draft_query_start_loc, Tensor sample_rows,
+                        Tensor sample_positions, Tensor sample_idx_mapping) {
+  return detail::call<build_query>(
+      "dflash::build_query", target_positions, query_start_loc, num_sampled, num_rejected, last_sampled,
+      next_prefill_tokens, idx_mapping, block_tables, kv_block_sizes, num_speculative_tokens, mask_token_id,
+      max_model_len, sample_from_anchor, context_positions, context_slot_mappings, query_input_ids, query_positions,
+      query_slot_mappings, query_seq_lens, draft_query_start_loc, sample_rows, sample_positions, sample_idx_mapping);
 }
 
 // K/V of every draft layer for context rows, from the un-normed output of fc: hidden_norm, one GEMM with the
@@ -76,37 +73,27 @@ inline void build_query(const at::Tensor& target_positions, const at::Tensor& qu
 // [L * 2 * num_kv_heads * D, H], layer by layer, K before V. layer_groups maps a layer to its slot mapping. At most 64
 // fp16 or bf16 rows on sm_90 with heads of 64 or 128: one kernel behind the norm (linear's note on the weight holds).
 // hidden_norm_weight is read before earlier kernels of the stream are done, as in add_rms_norm.
-inline void precompute_context_kv(const at::Tensor& hidden_states,
-                                  const std::optional<at::Tensor>& hidden_norm_weight,
-                                  double rms_norm_eps, const at::Tensor& kv_weight,
-                                  const std::optional<at::Tensor>& kv_bias,
-                                  const std::optional<at::Tensor>& k_norm_weight,
-                                  const at::Tensor& cos_sin_cache, bool is_neox,
-                                  const at::Tensor& positions, at::TensorList slot_mappings,
-                                  at::IntArrayRef layer_groups, double value_scale,
-                                  const std::optional<at::Tensor>& k_scales,
-                                  const std::optional<at::Tensor>& v_scales,
+inline void precompute_context_kv(const Tensor& hidden_states, const OptionalTensor& hidden_norm_weight,
+                                  double rms_norm_eps, const Tensor& kv_weight, const OptionalTensor& kv_bias,
+                                  const OptionalTensor& k_norm_weight, const Tensor& cos_sin_cache, bool is_neox,
+                                  const Tensor& positions, at::TensorList slot_mappings, at::IntArrayRef layer_groups,
+                                  double value_scale, const OptionalTensor& k_scales, const OptionalTensor& v_scales,
                                   at::TensorList key_caches, at::TensorList value_caches) {
-  static const auto op =
-      detail::find<decltype(precompute_context_kv)>("dflash::precompute_context_kv");
-  return op.call(hidden_states, hidden_norm_weight, rms_norm_eps, kv_weight, kv_bias, k_norm_weight,
-                 cos_sin_cache, is_neox, positions, slot_mappings, layer_groups, value_scale,
-                 k_scales, v_scales, key_caches, value_caches);
+  return detail::call<precompute_context_kv>("dflash::precompute_context_kv", hidden_states, hidden_norm_weight,
+                                             rms_norm_eps, kv_weight, kv_bias, k_norm_weight, cos_sin_cache, is_neox,
+                                             positions, slot_mappings, layer_groups, value_scale, k_scales, v_scales,
+                                             key_caches, value_caches);
 }
 
 // One pass over qkv [T, (Hq + 2 * Hk) * D]: per-head RMSNorm of q and k, RoPE, q to query [T, Hq, D], K and V to the
 // cache. value_scale multiplies V; an fp8 cache stores x / scale.
-inline void qk_norm_rope_store(const at::Tensor& qkv,
-                               const std::optional<at::Tensor>& q_norm_weight,
-                               const std::optional<at::Tensor>& k_norm_weight, double rms_norm_eps,
-                               const at::Tensor& cos_sin_cache, bool is_neox,
-                               const at::Tensor& positions, const at::Tensor& slot_mapping,
-                               double value_scale, const std::optional<at::Tensor>& k_scale,
-                               const std::optional<at::Tensor>& v_scale, at::Tensor query,
-                               at::Tensor key_cache, at::Tensor value_cache) {
-  static const auto op = detail::find<decltype(qk_norm_rope_store)>("dflash::qk_norm_rope_store");
-  return op.call(qkv, q_norm_weight, k_norm_weight, rms_norm_eps, cos_sin_cache, is_neox, positions,
-                 slot_mapping, value_scale, k_scale, v_scale, query, key_cache, value_cache);
+inline void qk_norm_rope_store(
+    const Tensor& qkv, const OptionalTensor& q_norm_weight, const OptionalTensor& k_norm_weight, double rms_norm_eps,
+    const Tensor& cos_sin_cache, bool is_neox, const Tensor& positions, const Tensor& slot_mapping, double value_scale,
+    const OptionalTensor& k_scale, const OptionalTensor& v_scale, Tensor query, Tensor key_cache, Tensor value_cache) {
+  return detail::call<qk_norm_rope_store>("dflash::qk_norm_rope_store", qkv, q_norm_weight, k_norm_weight, rms_norm_eps,
+                                          cos_sin_cache, is_neox, positions, slot_mapping, value_scale, k_scale,
+                                          v_scale, query, key_cache, value_cache);
 }
 
 // Attention of ragged query rows over a paged cache. Row i of request r stands at position
@@ -114,19 +101,14 @@ inline void qk_norm_rope_store(const at::Tensor& qkv,
 // q - k <= window_left, k - q <= window_right (-1 = no bound). seq_lens[r] = 0 gives zeros. Sinks are one logit a
 // head that joins the softmax and carries no value. num_splits of the keys: 0 = as many as fill the device; 1, 2, 4,
 // 8 = this many, and then a row's bits depend on its own query and visible keys alone, whatever stands beside it.
-inline void paged_attention(const at::Tensor& query, const at::Tensor& key_cache,
-                            const at::Tensor& value_cache, const at::Tensor& block_table,
-                            const at::Tensor& seq_lens, const at::Tensor& query_start_loc,
-                            int64_t max_query_len, int64_t max_seq_len, double scale, bool causal,
-                            int64_t window_left, int64_t window_right,
-                            const std::optional<at::Tensor>& sinks,
-                            const std::optional<at::Tensor>& k_scale,
-                            const std::optional<at::Tensor>& v_scale, int64_t num_splits,
-                            at::Tensor output) {
-  static const auto op = detail::find<decltype(paged_attention)>("dflash::paged_attention");
-  return op.call(query, key_cache, value_cache, block_table, seq_lens, query_start_loc,
-                 max_query_len, max_seq_len, scale, causal, window_left, window_right, sinks,
-                 k_scale, v_scale, num_splits, output);
+inline void paged_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
+                            const Tensor& block_table, const Tensor& seq_lens, const Tensor& query_start_loc,
+                            int64_t max_query_len, int64_t max_seq_len, double scale, bool causal, int64_t window_left,
+                            int64_t window_right, const OptionalTensor& sinks, const OptionalTensor& k_scale,
+                            const OptionalTensor& v_scale, int64_t num_splits, Tensor output) {
+  return detail::call<paged_attention>("dflash::paged_attention", query, key_cache, value_cache, block_table, seq_lens,
+                                       query_start_loc, max_query_len, max_seq_len, scale, causal, window_left,
+                                       window_right, sinks, k_scale, v_scale, num_splits, output);
 }
 
 // Draft tokens from logits rows [R * N, >= V]: argmax where temperatures is absent or 0, else Gumbel-max with the
@@ -134,16 +116,12 @@ inline void paged_attention(const at::Tensor& query, const at::Tensor& key_cache
 // written to draft_tokens[sample_idx_mapping[j], j % N]: draft_tokens and draft_logits may be the columns of a block
 // from first_column on. NaN counts as -inf. d2t (delta) maps a reduced vocabulary. draft_logits records the scaled
 // logits in the target vocabulary, -inf elsewhere.
-inline void sample_draft(const at::Tensor& logits, const at::Tensor& sample_positions,
-                         const at::Tensor& sample_idx_mapping,
-                         const std::optional<at::Tensor>& temperatures,
-                         const std::optional<at::Tensor>& seeds, int64_t vocab_size,
-                         double logit_scale, const std::optional<at::Tensor>& d2t,
-                         int64_t first_column, at::Tensor draft_tokens,
-                         const std::optional<at::Tensor>& draft_logits) {
-  static const auto op = detail::find<decltype(sample_draft)>("dflash::sample_draft");
-  return op.call(logits, sample_positions, sample_idx_mapping, temperatures, seeds, vocab_size,
-                 logit_scale, d2t, first_column, draft_tokens, draft_logits);
+inline void sample_draft(const Tensor& logits, const Tensor& sample_positions, const Tensor& sample_idx_mapping,
+                         const OptionalTensor& temperatures, const OptionalTensor& seeds, int64_t vocab_size,
+                         double logit_scale, const OptionalTensor& d2t, int64_t first_column, Tensor draft_tokens,
+                         const OptionalTensor& draft_logits) {
+  return detail::call<sample_draft>("dflash::sample_draft", logits, sample_positions, sample_idx_mapping, temperatures,
+                                    seeds, vocab_size, logit_scale, d2t, first_column, draft_tokens, draft_logits);
 }
 
 // The tokens that rows sample from logits_j = logit_scale * hidden_states[j] @ weight[:vocab_size]^T in fp32, which are
@@ -153,23 +131,18 @@ inline void sample_draft(const at::Tensor& logits, const at::Tensor& sample_posi
 // ones: rows of request r are logits_start_loc[r]..[r + 1), idx_mapping is [R], a row's input stands at positions[j], and
 // tokens[j] is the first maximum of logits_j, or of logits_j / temperature + the target stream's Gumbel at
 // (seed, positions[j] + 1), as process_logits and rejection_sample take it. Padded rows write nothing.
-inline void lm_head_sample(const at::Tensor& hidden_states, const at::Tensor& weight,
-                           const at::Tensor& positions, const at::Tensor& idx_mapping,
-                           const std::optional<at::Tensor>& logits_start_loc,
-                           const std::optional<at::Tensor>& temperatures,
-                           const std::optional<at::Tensor>& seeds, int64_t vocab_size,
-                           double logit_scale, const std::optional<at::Tensor>& d2t,
-                           int64_t first_column, at::Tensor tokens) {
-  static const auto op = detail::find<decltype(lm_head_sample)>("dflash::lm_head_sample");
-  return op.call(hidden_states, weight, positions, idx_mapping, logits_start_loc, temperatures,
-                 seeds, vocab_size, logit_scale, d2t, first_column, tokens);
+inline void lm_head_sample(const Tensor& hidden_states, const Tensor& weight, const Tensor& positions,
+                           const Tensor& idx_mapping, const OptionalTensor& logits_start_loc,
+                           const OptionalTensor& temperatures, const OptionalTensor& seeds, int64_t vocab_size,
+                           double logit_scale, const OptionalTensor& d2t, int64_t first_column, Tensor tokens) {
+  return detail::call<lm_head_sample>("dflash::lm_head_sample", hidden_states, weight, positions, idx_mapping,
+                                      logits_start_loc, temperatures, seeds, vocab_size, logit_scale, d2t, first_column,
+                                      tokens);
 }
 
 // What linear_plan says where lm_head_sample makes no logits for these operands, or nothing.
-inline std::vector<int64_t> lm_head_sample_plan(const at::Tensor& hidden_states,
-                                                const at::Tensor& weight) {
-  static const auto op = detail::find<decltype(lm_head_sample_plan)>("dflash::lm_head_sample_plan");
-  return op.call(hidden_states, weight);
+inline std::vector<int64_t> lm_head_sample_plan(const Tensor& hidden_states, const Tensor& weight) {
+  return detail::call<lm_head_sample_plan>("dflash::lm_head_sample_plan", hidden_states, weight);
 }
 
 // What the target's logits are sampled from. Rows of request r are logits_start_loc[r]..[r + 1), row i follows
@@ -180,26 +153,17 @@ inline std::vector<int64_t> lm_head_sample_plan(const at::Tensor& hidden_states,
 // less than the k-th largest, top_p what has less than top_p of the remaining mass strictly above it. Bit 31 of
 // token_counts: in the prompt; the rest: times generated, to which row i adds d_1..d_i. NaN counts as -inf. output
 // may be float32 logits; columns past vocab_size and rows of padded requests are not written.
-inline void process_logits(const at::Tensor& logits, const at::Tensor& logits_start_loc,
-                           const at::Tensor& logits_positions, const at::Tensor& idx_mapping,
-                           const at::Tensor& draft_tokens, const at::Tensor& temperatures,
-                           const std::optional<at::Tensor>& top_ks,
-                           const std::optional<at::Tensor>& top_ps,
-                           const std::optional<at::Tensor>& min_ps,
-                           const std::optional<at::Tensor>& repetition_penalties,
-                           const std::optional<at::Tensor>& frequency_penalties,
-                           const std::optional<at::Tensor>& presence_penalties,
-                           const std::optional<at::Tensor>& token_counts,
-                           const std::optional<at::Tensor>& logit_bias_ids,
-                           const std::optional<at::Tensor>& logit_bias,
-                           const std::optional<at::Tensor>& min_seq_lens,
-                           const std::optional<at::Tensor>& stop_token_ids, int64_t vocab_size,
-                           at::Tensor output) {
-  static const auto op = detail::find<decltype(process_logits)>("dflash::process_logits");
-  return op.call(logits, logits_start_loc, logits_positions, idx_mapping, draft_tokens,
-                 temperatures, top_ks, top_ps, min_ps, repetition_penalties, frequency_penalties,
-                 presence_penalties, token_counts, logit_bias_ids, logit_bias, min_seq_lens,
-                 stop_token_ids, vocab_size, output);
+inline void process_logits(
+    const Tensor& logits, const Tensor& logits_start_loc, const Tensor& logits_positions, const Tensor& idx_mapping,
+    const Tensor& draft_tokens, const Tensor& temperatures, const OptionalTensor& top_ks, const OptionalTensor& top_ps,
+    const OptionalTensor& min_ps, const OptionalTensor& repetition_penalties, const OptionalTensor& frequency_penalties,
+    const OptionalTensor& presence_penalties, const OptionalTensor& token_counts, const OptionalTensor& logit_bias_ids,
+    const OptionalTensor& logit_bias, const OptionalTensor& min_seq_lens, const OptionalTensor& stop_token_ids,
+    int64_t vocab_size, Tensor output) {
+  return detail::call<process_logits>("dflash::process_logits", logits, logits_start_loc, logits_positions, idx_mapping,
+                                      draft_tokens, temperatures, top_ks, top_ps, min_ps, repetition_penalties,
+                                      frequency_penalties, presence_penalties, token_counts, logit_bias_ids, logit_bias,
+                                      min_seq_lens, stop_token_ids, vocab_size, output);
 }
 
 // Accept drafts and choose the next token. Logits rows of request r are logits_start_loc[r]..[r + 1) (0 rows: nothing
@@ -210,64 +174,48 @@ inline void process_logits(const at::Tensor& logits, const at::Tensor& logits_st
 // target_tokens, what each row samples (lm_head_sample), may stand in place of target_logits for the methods "match" and
 // "synthetic"; at temperature 0 every method is "match". Commits at most tokens_left and stops after a token of
 // stop_token_ids ([S, K], or [K] for all). sampled_token_ids is -1 past num_sampled; num_rejected = rows - num_sampled.
-inline void rejection_sample(const std::optional<at::Tensor>& target_logits,
-                             const std::optional<at::Tensor>& target_tokens,
-                             const at::Tensor& logits_start_loc, const at::Tensor& logits_positions,
-                             const at::Tensor& idx_mapping, const at::Tensor& draft_tokens,
-                             const at::Tensor& num_draft_tokens,
-                             const std::optional<at::Tensor>& draft_logits,
-                             const at::Tensor& temperatures, const at::Tensor& seeds,
-                             const at::Tensor& tokens_left,
-                             const std::optional<at::Tensor>& stop_token_ids,
-                             std::string_view method, int64_t vocab_size,
-                             const std::optional<at::Tensor>& synthetic_rates,
-                             at::Tensor sampled_token_ids, at::Tensor num_sampled,
-                             at::Tensor num_rejected) {
-  static const auto op = detail::find<decltype(rejection_sample)>("dflash::rejection_sample");
-  return op.call(target_logits, target_tokens, logits_start_loc, logits_positions, idx_mapping,
-                 draft_tokens, num_draft_tokens, draft_logits, temperatures, seeds, tokens_left,
-                 stop_token_ids, method, vocab_size, synthetic_rates, sampled_token_ids,
-                 num_sampled, num_rejected);
+inline void rejection_sample(
+    const OptionalTensor& target_logits, const OptionalTensor& target_tokens, const Tensor& logits_start_loc,
+    const Tensor& logits_positions, const Tensor& idx_mapping, const Tensor& draft_tokens,
+    const Tensor& num_draft_tokens, const OptionalTensor& draft_logits, const Tensor& temperatures, const Tensor& seeds,
+    const Tensor& tokens_left, const OptionalTensor& stop_token_ids, std::string_view method, int64_t vocab_size,
+    const OptionalTensor& synthetic_rates, Tensor sampled_token_ids, Tensor num_sampled, Tensor num_rejected) {
+  return detail::call<rejection_sample>("dflash::rejection_sample", target_logits, target_tokens, logits_start_loc,
+                                        logits_positions, idx_mapping, draft_tokens, num_draft_tokens, draft_logits,
+                                        temperatures, seeds, tokens_left, stop_token_ids, method, vocab_size,
+                                        synthetic_rates, sampled_token_ids, num_sampled, num_rejected);
 }
 
 // Commit what was sampled to the state: seq_lens += num_sampled, last_sampled, tokens_left -= num_sampled, finished
 // (1 = stop token, 2 = length), and write [step, num_sampled, finished, tokens] to output_ring[step % ring, row];
 // token_counts[row, token] += 1 for each token; step += 1.
-inline void advance(const at::Tensor& sampled_token_ids, const at::Tensor& num_sampled,
-                    const at::Tensor& idx_mapping, const std::optional<at::Tensor>& stop_token_ids,
-                    at::Tensor seq_lens, at::Tensor last_sampled, at::Tensor tokens_left,
-                    at::Tensor finished, at::Tensor step, at::Tensor output_ring,
-                    const std::optional<at::Tensor>& token_counts) {
-  static const auto op = detail::find<decltype(advance)>("dflash::advance");
-  return op.call(sampled_token_ids, num_sampled, idx_mapping, stop_token_ids, seq_lens,
-                 last_sampled, tokens_left, finished, step, output_ring, token_counts);
+inline void advance(const Tensor& sampled_token_ids, const Tensor& num_sampled, const Tensor& idx_mapping,
+                    const OptionalTensor& stop_token_ids, Tensor seq_lens, Tensor last_sampled, Tensor tokens_left,
+                    Tensor finished, Tensor step, Tensor output_ring, const OptionalTensor& token_counts) {
+  return detail::call<advance>("dflash::advance", sampled_token_ids, num_sampled, idx_mapping, stop_token_ids, seq_lens,
+                               last_sampled, tokens_left, finished, step, output_ring, token_counts);
 }
 
 // residual += x (when given); output = RMSNorm(residual) * weight; tap = residual (when given, any row stride). On a GPU
 // the weight is read before earlier kernels of the stream are done: none that may still run must write it.
-inline void add_rms_norm(const std::optional<at::Tensor>& x, at::Tensor residual,
-                         const at::Tensor& weight, double eps, at::Tensor output,
-                         const std::optional<at::Tensor>& tap) {
-  static const auto op = detail::find<decltype(add_rms_norm)>("dflash::add_rms_norm");
-  return op.call(x, residual, weight, eps, output, tap);
+inline void add_rms_norm(const OptionalTensor& x, Tensor residual, const Tensor& weight, double eps, Tensor output,
+                         const OptionalTensor& tap) {
+  return detail::call<add_rms_norm>("dflash::add_rms_norm", x, residual, weight, eps, output, tap);
 }
 
 // output = x @ weight^T + bias. At most 128 fp16 or bf16 rows on sm_90 (16-byte aligned) and at most 32 fp32 rows on a
 // CPU: each weight is read once, and a row's bits do not depend on the number of rows. On sm_90 the weight is read before
 // earlier kernels of the stream are done: none that may still run must write it. Everything else is the library's GEMM.
 // output may be fp32 where x and weight are not, without bias: the sums as they are.
-inline void linear(const at::Tensor& x, const at::Tensor& weight,
-                   const std::optional<at::Tensor>& bias, at::Tensor output) {
-  static const auto op = detail::find<decltype(linear)>("dflash::linear");
-  return op.call(x, weight, bias, output);
+inline void linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, Tensor output) {
+  return detail::call<linear>("dflash::linear", x, weight, bias, output);
 }
 
 // The kernel of linear for these operands: [rows, warpgroups, splits] of the streaming GEMM (x is padded to so many
 // rows, a tile has 64 outputs a warpgroup, K is summed in so many parts), or nothing where it does not serve. splits
 // alone orders a sum, and does not depend on the number of rows.
-inline std::vector<int64_t> linear_plan(const at::Tensor& x, const at::Tensor& weight) {
-  static const auto op = detail::find<decltype(linear_plan)>("dflash::linear_plan");
-  return op.call(x, weight);
+inline std::vector<int64_t> linear_plan(const Tensor& x, const Tensor& weight) {
+  return detail::call<linear_plan>("dflash::linear_plan", x, weight);
 }
 
 // output = x @ (weight * scale)^T + bias for an e4m3 weight with a scale an output: sums in fp32, times the scale, plus
@@ -275,34 +223,28 @@ inline std::vector<int64_t> linear_plan(const at::Tensor& x, const at::Tensor& w
 // makes it and csrc/kernels/common/fp8_weight.h says where a weight lies. On sm_90, fp16 or bf16 x (16-byte aligned): half
 // of linear's bytes, read as early, and so are scale and bias; 128 rows at a time, a row's bits independent of the
 // others. Elsewhere on a GPU the weight is unpacked into the dtype of x, a part at a time, for linear. No weight is NaN.
-inline void linear_fp8(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scale,
-                       const std::optional<at::Tensor>& bias, at::Tensor output) {
-  static const auto op = detail::find<decltype(linear_fp8)>("dflash::linear_fp8");
-  return op.call(x, weight, scale, bias, output);
+inline void linear_fp8(const Tensor& x, const Tensor& weight, const Tensor& scale, const OptionalTensor& bias,
+                       Tensor output) {
+  return detail::call<linear_fp8>("dflash::linear_fp8", x, weight, scale, bias, output);
 }
 
 // output = silu(x @ gate^T) * (x @ up^T), weight [2 * I, K] = gate then up, both products rounded as linear's. One
-// kernel where I % 8 is 0 and linear streams the weight, of at most 128 rows or, where 2 * I fills the SMs in whole
-// rounds, of 225 to 256 and 449 to 512, each row with the bits of linear and silu_mul on at most 128; else these two.
-// The weight is read as early as linear's.
-inline void linear_silu_mul(const at::Tensor& x, const at::Tensor& weight, at::Tensor output) {
-  static const auto op = detail::find<decltype(linear_silu_mul)>("dflash::linear_silu_mul");
-  return op.call(x, weight, output);
+// kernel where I % 8 is 0 and linear streams the weight, at most 128 rows or, if 2 * I fills the SMs to the end, 225
+// to 256 or 449 to 512, with the bits of linear and silu_mul on at most 128; else these two. Weight: as in linear.
+inline void linear_silu_mul(const Tensor& x, const Tensor& weight, Tensor output) {
+  return detail::call<linear_silu_mul>("dflash::linear_silu_mul", x, weight, output);
 }
 
 // output = silu(gate) * up of linear_fp8's products, both rounded as linear_fp8's; weight and scale have 8 rows of gate
 // and 8 of up in turns (dflash.ops.linear_silu_mul_fp8.in_turns), I % 8 is 0. One kernel where linear_fp8 streams, with
 // the bits of linear_fp8 and silu_mul; else these two.
-inline void linear_silu_mul_fp8(const at::Tensor& x, const at::Tensor& weight,
-                                const at::Tensor& scale, at::Tensor output) {
-  static const auto op = detail::find<decltype(linear_silu_mul_fp8)>("dflash::linear_silu_mul_fp8");
-  return op.call(x, weight, scale, output);
+inline void linear_silu_mul_fp8(const Tensor& x, const Tensor& weight, const Tensor& scale, Tensor output) {
+  return detail::call<linear_silu_mul_fp8>("dflash::linear_silu_mul_fp8", x, weight, scale, output);
 }
 
 // output = silu(gate) * up, gate_up [T, 2 * I] = gate then up.
-inline void silu_mul(const at::Tensor& gate_up, at::Tensor output) {
-  static const auto op = detail::find<decltype(silu_mul)>("dflash::silu_mul");
-  return op.call(gate_up, output);
+inline void silu_mul(const Tensor& gate_up, Tensor output) {
+  return detail::call<silu_mul>("dflash::silu_mul", gate_up, output);
 }
 
 }  // namespace dflash
