@@ -3,7 +3,8 @@
 // GEMM (common/gemm_mainloop.h) whose warpgroups pass 16 rows at a time of their fp32 sums through
 // shared memory, where 16 lanes own a row and a lane four neighbouring columns (one Philox call). A
 // CTA keeps the key of each row's first maximum over its tiles and leaves one a row; the last kernel
-// of sample_draft merges them. Larger keys win, in any order. Bytes moved: the weight, once.
+// of sample_draft merges them. Larger keys win, in any order. Of more than 128 rows a CTA keeps to
+// one block of 128. Bytes moved: the weight, once every 256 rows.
 #include "lm_head_sample.h"
 
 #include "common/gemm_launch.h"
@@ -39,7 +40,15 @@ struct SampleEpilogue {
       (kNoiseAt + kNoises * static_cast<int>(sizeof(RowNoise)) + 15) / 16 * 16;
 
   SampleDraftParams p;
-  uint64_t* keys;  // [num_rows, gridDim.x]
+  uint64_t* keys;  // [num_rows, CTAs of a row block]
+  int row_blocks;  // of x: CTAs take them in turns
+  int first_row;
+
+  __device__ __forceinline__ SampleEpilogue from_row(int row) const {
+    SampleEpilogue epilogue = *this;
+    epilogue.first_row = row;
+    return epilogue;
+  }
 
   __device__ __forceinline__ static uint64_t* keys_of(uint8_t* places, int group) {
     return reinterpret_cast<uint64_t*>(places + group * kBytes + kSumBytes);
@@ -57,7 +66,7 @@ struct SampleEpilogue {
     for (int i = t; i < N * W; i += 128 * W) keys_of(places, i / N)[i % N] = 0;
     wait_for_predecessor();
     if (t < num_rows) {
-      const DraftRow r = draft_row(p, t);
+      const DraftRow r = draft_row(p, first_row + t);
       *noise_of(places, t) = {r.noise.seed, r.noise.position, r.greedy ? -1 : r.noise.offset,
                               r.temperature};
     }
@@ -155,30 +164,32 @@ struct SampleEpilogue {
     uint64_t key = 0;
 #pragma unroll
     for (int group = 0; group < W; ++group) key = larger(key, keys_of(places, group)[row]);
-    keys[static_cast<int64_t>(row) * gridDim.x + blockIdx.x] = key;
+    const int64_t keys_per_row = gridDim.x / row_blocks;
+    keys[(first_row + row) * keys_per_row + blockIdx.x / row_blocks] = key;
   }
 };
 
-// Columns past the vocabulary are not even read where whole tiles of them are.
-gemm::Operands known_part(const LmHeadSampleParams& p) {
-  gemm::Operands o = p.head;
-  o.num_outputs = p.sample.vocab_size;
-  return o;
+int row_blocks(const LmHeadSampleParams& p) {
+  return gemm::num_row_blocks(p.head.num_rows, gemm::kMaxRows, p.head.num_rows > gemm::kMaxRows);
 }
 
 int keys_per_row(const LmHeadSampleParams& p) {
-  return gemm::num_ctas(gemm::num_tiles(p.sample.vocab_size, kWarpgroups), 1);
+  const int tiles = gemm::num_tiles(p.sample.vocab_size, kWarpgroups);
+  return gemm::ctas_per_block(tiles, row_blocks(p));
 }
 
-template <typename T, int N>
+template <typename T, int N, bool kSharesWeight = false>
 cudaError_t launch_rows(const LmHeadSampleParams& p, cudaStream_t stream) {
-  const SampleEpilogue<N> epilogue{p.sample, static_cast<uint64_t*>(p.sample.scratch)};
-  return gemm::launch_shape<T, N, kWarpgroups>(known_part(p), 1, epilogue, stream);
+  auto* const keys = static_cast<uint64_t*>(p.sample.scratch);
+  const SampleEpilogue<N> epilogue{p.sample, keys, row_blocks(p), 0};
+  return gemm::launch_shape<T, N, kWarpgroups, kSharesWeight>(known_part(p), 1, epilogue, stream);
 }
 
 template <typename T>
 cudaError_t launch(const LmHeadSampleParams& p, cudaStream_t stream) {
-  switch (gemm::choose(p.head).rows) {
+  if (p.head.num_rows > gemm::kMaxRows)
+    return launch_rows<T, gemm::kMaxRows, /*kSharesWeight=*/true>(p, stream);
+  switch (choose(p).rows) {
     case 16: return launch_rows<T, 16>(p, stream);
     case 32: return launch_rows<T, 32>(p, stream);
     case 64: return launch_rows<T, 64>(p, stream);

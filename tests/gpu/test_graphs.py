@@ -91,7 +91,7 @@ def test_tokens_of_the_head_are_those_of_its_logits(temperature, monkeypatch):
     ]
     llm = make_llm()
     target = llm.core._step.target
-    assert target.rows_sampled_in_head == 128
+    assert target.samples_in_head(128)
     assert llm.core._runner.captured[4, False].flow.raw_logits is None
 
     def tokens_and_accepted(engine):
@@ -100,9 +100,9 @@ def test_tokens_of_the_head_are_those_of_its_logits(temperature, monkeypatch):
 
     sampled = tokens_and_accepted(llm)
     assert sum(accepted for _, accepted in sampled) > 100
-    monkeypatch.setattr(speculator_buffers, "lm_head_sample_plan", lambda hidden, weight: None)
+    monkeypatch.setattr(speculator_buffers, "lm_head_sample_plan", lambda *operands: None)
     other = make_llm(enforce_eager=True)
-    other.core._step.target.rows_sampled_in_head = 0
+    monkeypatch.setattr(other.core._step.target, "samples_in_head", lambda num_rows: False)
     assert tokens_and_accepted(other) == sampled
 
 
