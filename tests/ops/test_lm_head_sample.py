@@ -186,21 +186,24 @@ def test_padding_of_the_vocabulary_is_never_sampled(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [None, 0.0, 1.0])
 def test_nan_counts_as_minus_infinity(device, temperature):
     weight = torch.full((9000, 64), float("nan"), dtype=torch.bfloat16, device=device)
     tokens = torch.full((1, 1), -7, device=device)
     hidden = torch.ones(1, 64, dtype=torch.bfloat16, device=device)
-    options = {
-        "temperatures": torch.tensor([temperature], device=device),
-        "seeds": torch.tensor([5], device=device),
-    }
+    options = {}
+    if temperature is not None:
+        options["temperatures"] = torch.tensor([temperature], device=device)
+        options["seeds"] = torch.tensor([5], device=device)
     sample_one(hidden, weight, tokens, **options)
     assert tokens.item() == 0
     weight[4444] = -1e30
     sample_one(hidden, weight, tokens, **options)
     assert tokens.item() == 4444
     weight[4445] = 3e38
+    sample_one(hidden, weight, tokens, **options)
+    assert tokens.item() == 4445
+    weight[4446] = 3.2e38  # both sums are infinite
     sample_one(hidden, weight, tokens, **options)
     assert tokens.item() == 4445
 
@@ -322,6 +325,25 @@ def test_opcheck():
 
 
 # From here on: the kernel that makes no logits.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [17, 40, 128, 256, 512])
+@pytest.mark.parametrize("with_temperatures", [False, True])
+def test_the_first_of_equal_maxima_wins_in_every_row(rows, with_temperatures):
+    """In a thread's first columns and its second, either half of a tile, a CTA's next tile, the last column."""
+    vocab_size = 131 * 192 + 61
+    weight = torch.zeros(vocab_size, 64, dtype=torch.bfloat16, device="cuda")
+    hidden = torch.ones(rows, 64, dtype=torch.bfloat16, device="cuda")
+    assert lm_head_sample_plan(hidden, weight) is not None
+    states = torch.arange(rows, dtype=torch.int32, device="cuda")
+    zeros = torch.zeros(rows, dtype=torch.int64, device="cuda")
+    options = {"temperatures": zeros.float(), "seeds": zeros} if with_temperatures else {}
+    for first in (0, 7, 8, 15, 16, 95, 96, 191, 6335, 6336, 12671, 12672, vocab_size - 1):
+        weight[:first], weight[first:] = 0.0, 0.5
+        tokens = torch.full((rows, 1), -7, device="cuda")
+        lm_head_sample(hidden, weight, zeros, states, tokens, **options)
+        assert tokens.eq(first).all(), first
 
 
 def make_fused(rows, vocab_size=9001, size=328, dtype=torch.bfloat16, padding=15):

@@ -58,15 +58,27 @@ __device__ __forceinline__ decltype(auto) of_rows(const Epilogue& epilogue, int 
   }
 }
 
+struct NoState {};
+
+template <int N, int W, class Epilogue>
+__device__ __forceinline__ auto begin(const Epilogue& epilogue, int num_rows, uint8_t* places) {
+  if constexpr (Epilogue::kHasState) {
+    return epilogue.template begin<N, W>(num_rows, places);
+  } else {
+    return NoState{};
+  }
+}
+
 // Epilogue: kInterleaved (8 rows of the weight's first half and 8 of its second take turns, through
 // a tensor map that says so), kPacked (the weight is fp8_weight.h's, and of_tile(column), called
 // before the products and before the predecessor is done, has finish), kBytes of shared memory a
 // warpgroup, from_row(row) where the weight is shared (the epilogue of the rows from there on), and
 // finish<kFirst, kRows>(acc, num_rows, column, smem): rows kFirst.. of a warpgroup's 64 columns of
 // the product, as the fragments of mma.sync m16n8k16 with the columns as M.
-// With kHasState, for one split only: begin<N, W>(num_rows, smem) and end<N, W>(num_rows, smem) of
-// all W warpgroups before and after a CTA's tiles, with the place of the first warpgroup; those of
-// the others follow it. num_rows are those of the CTA, at most N.
+// With kHasState, for one split only: begin<N, W>(num_rows, smem), which returns a thread's state
+// that finish is also given, and end<N, W>(state, num_rows, smem) of all W warpgroups before and
+// after a CTA's tiles, with the place of the first warpgroup; those of the others follow it.
+// num_rows are those of the CTA, at most N.
 template <typename T, int N, int W, int kAtoms, bool kSharesWeight, class Epilogue>
 __global__ void __launch_bounds__(128 * W + 32,
                                   Layout<N, W, kAtoms, kSharesWeight, Epilogue>::kCtasPerSm)
@@ -113,9 +125,11 @@ __global__ void __launch_bounds__(128 * W + 32,
   float acc[N / 8][4];
   [[maybe_unused]] uint8_t* const places = smem + L::epilogue_at(1, plan.num_stages, 0);
   const int row = Part<L>(work, work.first_unit).row;
-  const int num_rows = min(plan.num_rows - row, N);
+  // Elsewhere a CTA has all rows: their number needs no register.
+  constexpr bool kClips = kSharesWeight || Epilogue::kHasState;
+  const int num_rows = kClips ? min(plan.num_rows - row, N) : plan.num_rows;
   const auto& mine = of_rows<kSharesWeight>(epilogue, row);
-  if constexpr (Epilogue::kHasState) mine.template begin<N, W>(num_rows, places);
+  [[maybe_unused]] auto state = begin<N, W>(mine, num_rows, places);
   for (int unit = work.first_unit; unit < plan.num_units; unit += work.unit_step) {
     const int column = (Part<L>(work, unit).tile * W + group) * kGroupRows;
     const auto& outputs = of_tile(mine, column);
@@ -126,7 +140,11 @@ __global__ void __launch_bounds__(128 * W + 32,
     }
     uint8_t* place = smem + L::epilogue_at(plan.num_splits, plan.num_stages, group);
     if (!has_pair) {
-      outputs.template finish<0, N>(acc, num_rows, column, place);
+      if constexpr (Epilogue::kHasState) {
+        mine.template finish<0, N>(acc, state, num_rows, column, place);
+      } else {
+        outputs.template finish<0, N>(acc, num_rows, column, place);
+      }
       continue;
     }
     if constexpr (!Epilogue::kHasState) {
@@ -140,7 +158,7 @@ __global__ void __launch_bounds__(128 * W + 32,
       return;
     }
   }
-  if constexpr (Epilogue::kHasState) mine.template end<N, W>(num_rows, places);
+  if constexpr (Epilogue::kHasState) mine.template end<N, W>(state, num_rows, places);
 }
 
 }  // namespace dflash::gemm

@@ -209,23 +209,26 @@ TYPED_TEST(LmHeadSampleKernel, EqualsTwinWithAReducedVocabulary) {
 TYPED_TEST(LmHeadSampleKernel, DoesNotDependOnWhatTheWorkspaceHeld) {
   for (const auto& [num_rows, vocab_size] : {std::pair<int64_t, int64_t>{70, 8999}, {480, 24001}}) {
     const HeadBatch<TypeParam> batch(num_rows, vocab_size, 72, true, false);
-    const std::vector<int64_t> first = run(batch, true);
-    for (int i = 0; i < 20; ++i)
-      EXPECT_EQ(run(batch, true, static_cast<uint8_t>(i * 13)), first);
+    for (bool with_temperatures : {false, true}) {
+      const std::vector<int64_t> first = run(batch, with_temperatures);
+      for (int i = 0; i < 20; ++i)
+        EXPECT_EQ(run(batch, with_temperatures, static_cast<uint8_t>(i * 13)), first);
+    }
   }
 }
 
 // Whichever of its inputs the kernel right before writes.
 TYPED_TEST(LmHeadSampleKernel, ReadsWhatWasWritten) {
-  for (int i = 0; i < 4; ++i) {
-    const bool verified = i % 2 == 1, in_blocks = i / 2 == 1;
+  for (int i = 0; i < 8; ++i) {
+    const bool verified = i % 2 == 1, in_blocks = i / 2 % 2 == 1, with_temperatures = i / 4 == 1;
     const HeadBatch<TypeParam> batch(in_blocks ? 240 : 29, in_blocks ? 24001 : 8999, 72, verified,
                                      false);
-    const std::vector<int64_t> expected = run(batch, true);
+    const std::vector<int64_t> expected = run(batch, with_temperatures);
     for (int late = 0; late < (verified ? 6 : 5); ++late) {
+      if (late == 3 && !with_temperatures) continue;
       HeadBatch<TypeParam> b = batch, source = batch;
       DevicePlace place;
-      LmHeadSampleParams p = b.params(place, true);
+      LmHeadSampleParams p = b.params(place, with_temperatures);
       std::vector<uint8_t> scratch(static_cast<size_t>(lm_head_sample_scratch_size(p)), 0xff);
       p.sample.scratch = place(scratch);
       const auto* hidden = static_cast<const TypeParam*>(p.head.x);
@@ -238,7 +241,7 @@ TYPED_TEST(LmHeadSampleKernel, ReadsWhatWasWritten) {
         write_late(place, p.sample.logits_start_loc, source.start_loc, 0);
       ASSERT_EQ(launch_lm_head_sample(p, nullptr), cudaSuccess);
       place.copy_back();
-      EXPECT_EQ(b.tokens, expected) << "late: " << late;
+      EXPECT_EQ(b.tokens, expected) << "late: " << late << ", case " << i;
     }
   }
 }
