@@ -178,7 +178,9 @@ def test_drafts_are_those_of_the_logits(method, target, draft, answers, monkeypa
     expected = [p.proposed for p in recorder.proposals]
     recorder.proposals.clear()
     sampled = counted(monkeypatch, buffers, "lm_head_sample")
-    monkeypatch.setattr(buffers, "lm_head_sample_plan", lambda *operands: (16, 3, 1))
+    monkeypatch.setattr(
+        buffers, "lm_head_sample_plan", lambda hidden, weight, vocab_size: (16, 3, 1)
+    )
     assert generate(llm, [GREEDY]) == answers
     assert [p.proposed for p in recorder.proposals] == expected and sampled
 
@@ -187,5 +189,7 @@ def test_recorded_drafts_need_logits(target, draft, monkeypatch):
     llm = make(target, draft, rejection_sample_method="standard", draft_sample_method="gumbel")
     expected = generate(llm, [PLAIN])
     sampled = counted(monkeypatch, buffers, "lm_head_sample")
-    monkeypatch.setattr(buffers, "lm_head_sample_plan", lambda *operands: (16, 3, 1))
+    monkeypatch.setattr(
+        buffers, "lm_head_sample_plan", lambda hidden, weight, vocab_size: (16, 3, 1)
+    )
     assert generate(llm, [PLAIN]) == expected and not sampled
