@@ -5,9 +5,9 @@
 
 Shapes of Qwen3-8B and its 5-layer drafter, bfloat16, requests of 16 rows. Microseconds a call in a CUDA graph over
 weights rotated past the L2, median of the replays, all kinds in one process by turns. `bare_us` is the library's GEMM
-alone, `streamed_us` ours with a stored output; the head's `logits_us` is the head with logits in fp32, process_logits
-where rows are sampled, and rejection_sample; `tokens_us` is lm_head_sample and rejection_sample. For the head's drafts
-they are linear and sample_draft, and lm_head_sample.
+alone, `streamed_us` linear's: ours with a stored output, the library's of more than 128 rows; the head's `logits_us` is
+the head with logits in fp32, process_logits where rows are sampled, and rejection_sample; `tokens_us` is lm_head_sample
+and rejection_sample. For the head's drafts they are linear and sample_draft, and lm_head_sample.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from dflash.ops.process_logits import process_logits
 from dflash.ops.rejection_sample import rejection_sample
 from dflash.ops.sample_draft import sample_draft
 
-REQUESTS = (1, 2, 4, 8)
+REQUESTS = (1, 2, 4, 8, 16, 32)
 COPIES = {"head": 3, "context": 8}
 Calls = dict[str, Callable[[torch.Tensor], object]]
 """What is compared, each a function of the weight."""

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The tokens that rows sample from logits = hidden weight^T, which are never stored: the streaming
-// GEMM (common/gemm_mainloop.h) whose warpgroups pass 16 rows at a time of their fp32 sums through
-// shared memory, where 16 lanes own a row and a lane four neighbouring columns (one Philox call). A
-// CTA keeps the key of each row's first maximum over its tiles and leaves one a row; the last kernel
-// of sample_draft merges them. Larger keys win, in any order. Bytes moved: the weight, once.
+// GEMM (common/gemm_mainloop.h). A CTA keeps each row's first maximum over its tiles and leaves its
+// key; the last kernel of sample_draft merges them. Larger keys win, in any order. Where rows may
+// have noise, warpgroups pass 16 of them at a time through shared memory, where 16 lanes own a row
+// and a lane four neighbouring columns (one Philox call); else threads compare the sums they have.
+// Of more than 128 rows a CTA keeps to one block of 128. Bytes moved: the weight, once every 256
+// rows.
 #include "lm_head_sample.h"
 
 #include "common/gemm_launch.h"
@@ -29,6 +31,115 @@ struct RowNoise {
 
 __device__ __forceinline__ uint64_t larger(uint64_t a, uint64_t b) { return a > b ? a : b; }
 
+// The keys that CTAs leave: a row of x has one of each CTA that takes its block.
+struct Keys {
+  uint64_t* keys;  // [num_rows, CTAs of a row block]
+  int row_blocks;  // of x: CTAs take them in turns
+
+  __device__ __forceinline__ void put(int row, uint64_t key) const {
+    const int64_t keys_per_row = gridDim.x / row_blocks;
+    keys[row * keys_per_row + blockIdx.x / row_blocks] = key;
+  }
+};
+
+// N rows, none with noise: a thread keeps the maxima of the columns that its fragments have. The
+// place of a warpgroup: keys [4, N] of its warps.
+template <int N>
+struct ArgmaxEpilogue {
+  static constexpr bool kInterleaved = false, kHasState = true, kPacked = false;
+  static constexpr int kBytes = 4 * N * static_cast<int>(sizeof(uint64_t));
+
+  // Of two rows in a word, where the maximum is: a warpgroup's first column / 32, plus 1 for the
+  // second of a thread's columns. More would not fit a thread's 128 registers beside the sums.
+  static constexpr int64_t kMaxVocabSize = int64_t{32} << 16;
+  struct State {
+    float top[N / 8][2];
+    uint32_t at[N / 8];
+  };
+
+  Keys keys;
+  float scale;
+  int vocab_size;
+  int first_row;
+
+  __device__ __forceinline__ ArgmaxEpilogue from_row(int row) const {
+    return {keys, scale, vocab_size, row};
+  }
+
+  // A thread's first column of a warpgroup's.
+  __device__ __forceinline__ static int own_column() {
+    return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+  }
+
+  template <int, int>
+  __device__ __forceinline__ State begin(int, uint8_t*) const {
+    wait_for_predecessor();  // which may still use the keys' memory
+    State state;
+#pragma unroll
+    for (int j = 0; j < N / 8; ++j) {
+      state.top[j][0] = state.top[j][1] = kNegativeInfinity;
+      state.at[j] = 0;
+    }
+    return state;
+  }
+
+  // Later columns are larger ones: the first of equal values stays. NaN is never larger.
+  template <int, int, int kFragments>
+  __device__ __forceinline__ void finish(const float (&acc)[kFragments][4], State& state, int,
+                                         int column, uint8_t*) const {
+    static_assert(kFragments == N / 8);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (column + 8 * half + own_column() >= vocab_size) return;
+      const uint32_t at = column / 32 + half;
+#pragma unroll
+      for (int j = 0; j < N / 8; ++j) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const float value = at_most_largest(acc[j][2 * half + r] * scale);
+          if (!(value > state.top[j][r])) continue;
+          state.top[j][r] = value;
+          state.at[j] = __byte_perm(state.at[j], at, r == 0 ? 0x3254 : 0x5410);
+        }
+      }
+    }
+  }
+
+  // clean_logit, but for NaN.
+  __device__ __forceinline__ static float at_most_largest(float x) {
+    float y;
+    asm("min.NaN.f32 %0, %1, 0f7F7FFFFF;" : "=f"(y) : "f"(x));
+    return y;
+  }
+
+  template <int, int W>
+  __device__ __forceinline__ void end(const State& state, int num_rows, uint8_t* places) const {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    uint64_t* const all = reinterpret_cast<uint64_t*>(places);  // [4 * W, N]
+#pragma unroll
+    for (int j = 0; j < N / 8; ++j) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float top = state.top[j][r];
+        const int at = state.at[j] >> 16 * r & 0xffff;
+        const int column = at / 2 * 64 + at % 2 * 8 + own_column();
+        uint64_t key = argmax_key(top, top > kNegativeInfinity ? column : 0);
+#pragma unroll
+        for (int offset = 4; offset < 32; offset *= 2)
+          key = larger(key, __shfl_xor_sync(0xffffffffu, key, offset));
+        if (lane < 4) all[warp * N + 8 * j + 2 * lane + r] = key;
+      }
+    }
+    named_barrier(kAllGroups, 128 * W);
+    const int row = static_cast<int>(threadIdx.x);
+    if (row >= num_rows) return;
+    uint64_t key = 0;
+#pragma unroll
+    for (int w = 0; w < 4 * W; ++w) key = larger(key, all[w * N + row]);
+    keys.put(first_row + row, key);
+  }
+};
+
 // N rows. The place of a warpgroup: sums [16, kPitch], keys [N], and the noise of every third row.
 template <int N>
 struct SampleEpilogue {
@@ -39,7 +150,14 @@ struct SampleEpilogue {
       (kNoiseAt + kNoises * static_cast<int>(sizeof(RowNoise)) + 15) / 16 * 16;
 
   SampleDraftParams p;
-  uint64_t* keys;  // [num_rows, gridDim.x]
+  Keys keys;
+  int first_row;
+
+  __device__ __forceinline__ SampleEpilogue from_row(int row) const {
+    SampleEpilogue epilogue = *this;
+    epilogue.first_row = row;
+    return epilogue;
+  }
 
   __device__ __forceinline__ static uint64_t* keys_of(uint8_t* places, int group) {
     return reinterpret_cast<uint64_t*>(places + group * kBytes + kSumBytes);
@@ -51,22 +169,23 @@ struct SampleEpilogue {
   }
 
   template <int, int W>
-  __device__ __forceinline__ void begin(int num_rows, uint8_t* places) const {
+  __device__ __forceinline__ gemm::NoState begin(int num_rows, uint8_t* places) const {
     static_assert(W == kWarpgroups && N <= 128 * W);
     const int t = static_cast<int>(threadIdx.x);
     for (int i = t; i < N * W; i += 128 * W) keys_of(places, i / N)[i % N] = 0;
     wait_for_predecessor();
     if (t < num_rows) {
-      const DraftRow r = draft_row(p, t);
+      const DraftRow r = draft_row(p, first_row + t);
       *noise_of(places, t) = {r.noise.seed, r.noise.position, r.greedy ? -1 : r.noise.offset,
                               r.temperature};
     }
     named_barrier(kAllGroups, 128 * W);
+    return {};
   }
 
   template <int kFirst, int, int kFragments>
-  __device__ __forceinline__ void finish(const float (&acc)[kFragments][4], int num_rows,
-                                         int column, uint8_t* place) const {
+  __device__ __forceinline__ void finish(const float (&acc)[kFragments][4], gemm::NoState&,
+                                         int num_rows, int column, uint8_t* place) const {
     static_assert(kFirst == 0 && kFragments == N / 8);
     const int group = threadIdx.x / 128;
     float* sums = reinterpret_cast<float*>(place);
@@ -148,37 +267,44 @@ struct SampleEpilogue {
   }
 
   template <int, int W>
-  __device__ __forceinline__ void end(int num_rows, uint8_t* places) const {
+  __device__ __forceinline__ void end(gemm::NoState, int num_rows, uint8_t* places) const {
     named_barrier(kAllGroups, 128 * W);
     const int row = static_cast<int>(threadIdx.x);
     if (row >= num_rows) return;
     uint64_t key = 0;
 #pragma unroll
     for (int group = 0; group < W; ++group) key = larger(key, keys_of(places, group)[row]);
-    keys[static_cast<int64_t>(row) * gridDim.x + blockIdx.x] = key;
+    keys.put(first_row + row, key);
   }
 };
 
-// Columns past the vocabulary are not even read where whole tiles of them are.
-gemm::Operands known_part(const LmHeadSampleParams& p) {
-  gemm::Operands o = p.head;
-  o.num_outputs = p.sample.vocab_size;
-  return o;
+int row_blocks(const LmHeadSampleParams& p) {
+  return gemm::num_row_blocks(p.head.num_rows, gemm::kMaxRows, p.head.num_rows > gemm::kMaxRows);
 }
 
 int keys_per_row(const LmHeadSampleParams& p) {
-  return gemm::num_ctas(gemm::num_tiles(p.sample.vocab_size, kWarpgroups), 1);
+  const int tiles = gemm::num_tiles(p.sample.vocab_size, kWarpgroups);
+  return gemm::ctas_per_block(tiles, row_blocks(p));
 }
 
-template <typename T, int N>
+template <typename T, int N, bool kSharesWeight = false>
 cudaError_t launch_rows(const LmHeadSampleParams& p, cudaStream_t stream) {
-  const SampleEpilogue<N> epilogue{p.sample, static_cast<uint64_t*>(p.sample.scratch)};
-  return gemm::launch_shape<T, N, kWarpgroups>(known_part(p), 1, epilogue, stream);
+  const auto run = [&](const auto& epilogue) {
+    return gemm::launch_shape<T, N, kWarpgroups, kSharesWeight>(known_part(p), 1, epilogue, stream);
+  };
+  const Keys keys{static_cast<uint64_t*>(p.sample.scratch), row_blocks(p)};
+  const bool may_have_noise = p.sample.temperatures != nullptr;
+  if (may_have_noise || p.sample.vocab_size > ArgmaxEpilogue<N>::kMaxVocabSize)
+    return run(SampleEpilogue<N>{p.sample, keys, 0});
+  const int vocab_size = static_cast<int>(p.sample.vocab_size);
+  return run(ArgmaxEpilogue<N>{keys, p.sample.logit_scale, vocab_size, 0});
 }
 
 template <typename T>
 cudaError_t launch(const LmHeadSampleParams& p, cudaStream_t stream) {
-  switch (gemm::choose(p.head).rows) {
+  if (p.head.num_rows > gemm::kMaxRows)
+    return launch_rows<T, gemm::kMaxRows, /*kSharesWeight=*/true>(p, stream);
+  switch (choose(p).rows) {
     case 16: return launch_rows<T, 16>(p, stream);
     case 32: return launch_rows<T, 32>(p, stream);
     case 64: return launch_rows<T, 64>(p, stream);

@@ -11,11 +11,23 @@ struct LmHeadSampleParams {
   SampleDraftParams sample;  // no logits, no record; scratch: lm_head_sample_scratch_size bytes
 };
 
-// Whether one kernel and a short one behind it do it: a vocabulary wide enough for tiles of three
-// warpgroups, where K is one sum. Its order is linear's.
-inline bool can_fuse(const LmHeadSampleParams& p) {
-  return gemm::choose(p.head).warpgroups == 3 && p.sample.draft_logits == nullptr;
+// Columns past the vocabulary are not even read where whole tiles of them are.
+inline gemm::Operands known_part(const LmHeadSampleParams& p) {
+  gemm::Operands o = p.head;
+  o.num_outputs = p.sample.vocab_size;
+  return o;
 }
+
+// The GEMM that samples in its epilogue, with a short kernel behind it: a vocabulary wide enough for
+// tiles of three warpgroups, where K is one sum. Its order is linear's on at most 128 rows.
+inline gemm::Choice choose(const LmHeadSampleParams& p) {
+  if (p.sample.draft_logits != nullptr) return {};
+  if (gemm::takes_row_blocks(known_part(p))) return {gemm::kMaxRows, 3, 1};
+  const gemm::Choice choice = gemm::choose(p.head);
+  return choice.warpgroups == 3 ? choice : gemm::Choice{};
+}
+
+inline bool can_fuse(const LmHeadSampleParams& p) { return choose(p).rows > 0; }
 
 #ifdef DFLASH_CUDA
 int64_t lm_head_sample_scratch_size(const LmHeadSampleParams& params);

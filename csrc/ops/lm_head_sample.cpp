@@ -17,6 +17,11 @@ void check_head(const Tensor& hidden_states, const Tensor& weight) {
                hidden_states);
 }
 
+void check_vocab_size(int64_t vocab_size, const Tensor& weight) {
+  STD_TORCH_CHECK(vocab_size >= 1 && vocab_size <= weight.size(0), "vocab_size: expected 1 to ",
+                  weight.size(0), " (the rows of weight), got ", vocab_size);
+}
+
 #ifdef DFLASH_CUDA
 gemm::Operands head_operands(const Tensor& hidden_states, const Tensor& weight) {
   return {hidden_states.data_ptr(),
@@ -42,8 +47,7 @@ void lm_head_sample(const Tensor& hidden_states, const Tensor& weight, const Ten
                     int64_t vocab_size, double logit_scale, const std::optional<Tensor>& d2t,
                     int64_t first_column, Tensor tokens) {
   check_head(hidden_states, weight);
-  STD_TORCH_CHECK(vocab_size >= 1 && vocab_size <= weight.size(0), "vocab_size: expected 1 to ",
-                  weight.size(0), " (the rows of weight), got ", vocab_size);
+  check_vocab_size(vocab_size, weight);
   SampleDraftParams sample =
       sampled_rows(hidden_states, positions, "positions", idx_mapping, "idx_mapping",
                    logits_start_loc, temperatures, seeds, vocab_size, d2t, first_column, tokens,
@@ -67,11 +71,14 @@ void lm_head_sample(const Tensor& hidden_states, const Tensor& weight, const Ten
   sample_logits(logits, static_cast<float>(logit_scale), sample);
 }
 
-std::vector<int64_t> lm_head_sample_plan(const Tensor& hidden_states, const Tensor& weight) {
+std::vector<int64_t> lm_head_sample_plan(const Tensor& hidden_states, const Tensor& weight,
+                                         int64_t vocab_size) {
   check_head(hidden_states, weight);
+  check_vocab_size(vocab_size, weight);
 #ifdef DFLASH_CUDA
-  const LmHeadSampleParams params{head_operands(hidden_states, weight), {}};
-  const gemm::Choice choice = gemm::choose(params.head);
+  LmHeadSampleParams params{head_operands(hidden_states, weight), {}};
+  params.sample.vocab_size = vocab_size;
+  const gemm::Choice choice = choose(params);
   if (is_fused(hidden_states, params)) return {choice.rows, choice.warpgroups, choice.splits};
 #endif
   return {};

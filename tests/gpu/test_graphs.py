@@ -82,17 +82,23 @@ def test_graphs_equal_eager_bit_for_bit(mixed):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_tokens_of_the_head_are_those_of_its_logits(temperature, monkeypatch):
-    """Drafts and verified rows, in graphs; beside the same engine that leaves logits, eagerly."""
-    prompts = [[3 + i, 40, 500, 6000] for i in range(12)]
+@pytest.mark.parametrize("max_num_seqs", [4, 32])
+def test_tokens_of_the_head_are_those_of_its_logits(temperature, max_num_seqs, monkeypatch):
+    """Drafts and verified rows, in graphs; beside the same engine that leaves logits, eagerly.
+
+    32 requests of 8 rows are two blocks of 128, whose logits have the head's bits in a strict engine.
+    """
+    count = 3 * max_num_seqs // 2 + 6
+    prompts = [[3 + i, 40, 500, 6000] for i in range(count)]
     params = [
         SamplingParams(temperature=temperature, seed=i, max_tokens=60 + i, ignore_eos=True)
-        for i in range(12)
+        for i in range(count)
     ]
-    llm = make_llm()
+    arguments = {"max_num_seqs": max_num_seqs, "strict": max_num_seqs == 32}
+    llm = make_llm(**arguments)
     target = llm.core._step.target
-    assert target.rows_sampled_in_head == 128
-    assert llm.core._runner.captured[4, False].flow.raw_logits is None
+    assert target.samples_in_head(128) and target.samples_in_head(8 * max_num_seqs)
+    assert llm.core._runner.captured[max_num_seqs, False].flow.raw_logits is None
 
     def tokens_and_accepted(engine):
         outputs = engine.generate(prompts, params)
@@ -100,9 +106,9 @@ def test_tokens_of_the_head_are_those_of_its_logits(temperature, monkeypatch):
 
     sampled = tokens_and_accepted(llm)
     assert sum(accepted for _, accepted in sampled) > 100
-    monkeypatch.setattr(speculator_buffers, "lm_head_sample_plan", lambda hidden, weight: None)
-    other = make_llm(enforce_eager=True)
-    other.core._step.target.rows_sampled_in_head = 0
+    monkeypatch.setattr(speculator_buffers, "lm_head_sample_plan", lambda *operands: None)
+    other = make_llm(enforce_eager=True, **arguments)
+    monkeypatch.setattr(other.core._step.target, "samples_in_head", lambda num_rows: False)
     assert tokens_and_accepted(other) == sampled
 
 

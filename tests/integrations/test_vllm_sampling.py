@@ -92,7 +92,7 @@ def hidden_rows(rows):
 def in_the_head(request, monkeypatch):
     """Whether a kernel is said to sample in the head's GEMM."""
     plan = (16, 4, 1) if request.param else None
-    monkeypatch.setattr(sampling, "lm_head_sample_plan", lambda hidden, weight: plan)
+    monkeypatch.setattr(sampling, "lm_head_sample_plan", lambda hidden, weight, vocab_size: plan)
     return request.param
 
 

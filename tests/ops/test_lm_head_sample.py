@@ -186,21 +186,24 @@ def test_padding_of_the_vocabulary_is_never_sampled(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [None, 0.0, 1.0])
 def test_nan_counts_as_minus_infinity(device, temperature):
     weight = torch.full((9000, 64), float("nan"), dtype=torch.bfloat16, device=device)
     tokens = torch.full((1, 1), -7, device=device)
     hidden = torch.ones(1, 64, dtype=torch.bfloat16, device=device)
-    options = {
-        "temperatures": torch.tensor([temperature], device=device),
-        "seeds": torch.tensor([5], device=device),
-    }
+    options = {}
+    if temperature is not None:
+        options["temperatures"] = torch.tensor([temperature], device=device)
+        options["seeds"] = torch.tensor([5], device=device)
     sample_one(hidden, weight, tokens, **options)
     assert tokens.item() == 0
     weight[4444] = -1e30
     sample_one(hidden, weight, tokens, **options)
     assert tokens.item() == 4444
     weight[4445] = 3e38
+    sample_one(hidden, weight, tokens, **options)
+    assert tokens.item() == 4445
+    weight[4446] = 3.2e38  # both sums are infinite
     sample_one(hidden, weight, tokens, **options)
     assert tokens.item() == 4445
 
@@ -324,6 +327,25 @@ def test_opcheck():
 # From here on: the kernel that makes no logits.
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [17, 40, 128, 256, 512])
+@pytest.mark.parametrize("with_temperatures", [False, True])
+def test_the_first_of_equal_maxima_wins_in_every_row(rows, with_temperatures):
+    """In a thread's first columns and its second, either half of a tile, a CTA's next tile, the last column."""
+    vocab_size = 131 * 192 + 61
+    weight = torch.zeros(vocab_size, 64, dtype=torch.bfloat16, device="cuda")
+    hidden = torch.ones(rows, 64, dtype=torch.bfloat16, device="cuda")
+    assert lm_head_sample_plan(hidden, weight) is not None
+    states = torch.arange(rows, dtype=torch.int32, device="cuda")
+    zeros = torch.zeros(rows, dtype=torch.int64, device="cuda")
+    options = {"temperatures": zeros.float(), "seeds": zeros} if with_temperatures else {}
+    for first in (0, 7, 8, 15, 16, 95, 96, 191, 6335, 6336, 12671, 12672, vocab_size - 1):
+        weight[:first], weight[first:] = 0.0, 0.5
+        tokens = torch.full((rows, 1), -7, device="cuda")
+        lm_head_sample(hidden, weight, zeros, states, tokens, **options)
+        assert tokens.eq(first).all(), first
+
+
 def make_fused(rows, vocab_size=9001, size=328, dtype=torch.bfloat16, padding=15):
     """Verified rows of requests of 5, on the GPU; the padded request has none."""
     counts = [5] * (rows // 5) + [rows % 5, 0]
@@ -343,19 +365,48 @@ def test_plan_names_what_is_fused():
     assert lm_head_sample_plan(x[:1].expand(129, -1).contiguous(), weight) is None
     assert lm_head_sample_plan(x.float(), weight.float()) is None
     assert lm_head_sample_plan(x[:, 1:321], weight[:, 1:321]) is None
+    with pytest.raises(RuntimeError, match=r"vocab_size: expected 1 to 9016 .*, got 9017"):
+        lm_head_sample_plan(x, weight, 9017)
+
+
+@pytest.mark.gpu
+def test_plan_counts_full_blocks_of_rows_and_tiles_of_the_vocabulary():
+    weight = torch.zeros(132 * 192, 64, dtype=torch.bfloat16, device="cuda")
+    for rows in (225, 240, 256, 449, 512):
+        assert lm_head_sample_plan(weight[:rows], weight) == (128, 3, 1), rows
+        assert lm_head_sample_plan(weight[:rows], weight, 131 * 192 + 1) == (128, 3, 1), rows
+        assert lm_head_sample_plan(weight[:rows], weight, 9000) is None, rows
+    for rows in (129, 224, 257, 448, 513):
+        assert lm_head_sample_plan(weight[:rows], weight) is None, rows
+
+
+def sums_of(hidden, weight):
+    """linear's in fp32, 128 rows a call."""
+    logits = torch.empty(len(hidden), len(weight), device="cuda")
+    for rows, output in zip(hidden.split(128), logits.split(128), strict=True):
+        linear(rows, weight, None, output)
+    return logits
+
+
+FEW_ROWS = [
+    (rows, *shape)
+    for rows in (1, 2, 15, 16, 17, 31, 33, 64, 65, 100, 128)
+    for shape in ((9001, 328), (8449, 8), (26000, 1096))
+]
+ROW_BLOCKS = [
+    (rows, *shape) for rows in (226, 240, 256, 449, 512) for shape in ((25213, 1096), (24001, 8))
+]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", FUSED_DTYPES)
-@pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 31, 33, 64, 65, 100, 128])
-@pytest.mark.parametrize("vocab_size,size", [(9001, 328), (8449, 8), (26000, 1096)])
+@pytest.mark.parametrize("rows,vocab_size,size", FEW_ROWS + ROW_BLOCKS)
 def test_fused_equals_its_two_ops(dtype, rows, vocab_size, size):
     """Bit for bit the sums of linear: the same tokens as from logits in fp32, of both kinds of rows."""
     case = make_fused(rows, vocab_size, size, dtype)
     hidden, weight = case["hidden_states"], case["weight"]
-    assert lm_head_sample_plan(hidden, weight) is not None
-    logits = torch.empty(rows, len(weight), device="cuda")
-    linear(hidden, weight, None, logits)
+    assert lm_head_sample_plan(hidden, weight, vocab_size) is not None
+    logits = sums_of(hidden, weight)
     greedy = {"tokens": torch.full((rows,), -7, device="cuda"), **case, "temperatures": None}
     lm_head_sample(**greedy)
     assert torch.equal(greedy["tokens"], logits[:, :vocab_size].argmax(-1))
@@ -373,13 +424,12 @@ def test_fused_equals_its_two_ops(dtype, rows, vocab_size, size):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [16, 128])
+@pytest.mark.parametrize("rows", [16, 128, 256, 480])
 def test_fused_at_the_size_of_qwen3(rows):
     case = make_fused(rows, 151669, 4096, padding=267)
     tokens = torch.full((rows,), -7, device="cuda")
     lm_head_sample(tokens=tokens, **case)
-    logits = torch.empty(rows, 151936, device="cuda")
-    linear(case["hidden_states"], case["weight"], None, logits)
+    logits = sums_of(case["hidden_states"], case["weight"])
     exact = case["hidden_states"].double() @ case["weight"].double().T
     for j, state in enumerate(case["idx_mapping"].repeat_interleave(5)[:rows].tolist()):
         if state < 0 or case["temperatures"][state] > 0:
@@ -421,10 +471,10 @@ def test_fused_row_does_not_depend_on_the_others(size):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [16, 128])
-def test_fused_repeats_are_equal_whatever_the_workspace_held(rows):
+@pytest.mark.parametrize("rows,vocab_size", [(16, 30011), (128, 30011), (240, 25213), (512, 25213)])
+def test_fused_repeats_are_equal_whatever_the_workspace_held(rows, vocab_size):
     """Trap 27."""
-    case = make_fused(rows, 30011, 520)
+    case = make_fused(rows, vocab_size, 520)
     first = lm_head_sample(tokens=torch.full((rows,), -7, device="cuda"), **case)
     tokens = torch.empty_like(first)
     for i in range(1000):

@@ -53,10 +53,15 @@ inline int num_tiles(int64_t num_outputs, int warpgroups) {
   return static_cast<int>((num_outputs + tile_rows - 1) / tile_rows);
 }
 
-// CTAs that take the tiles by turns, each its own splits.
-inline int num_ctas(int num_tiles, int num_splits) {
-  return num_splits == 1 ? std::min(num_tiles, device_properties().num_sms)
-                         : num_splits * num_tiles;
+// Blocks of x that CTAs of a launch keep to, in turns: pairs of them where the weight is shared.
+inline int num_row_blocks(int64_t num_rows, int block_rows, bool shares_weight) {
+  return shares_weight ? static_cast<int>((num_rows + 2 * block_rows - 1) / (2 * block_rows)) * 2
+                       : 1;
+}
+
+// CTAs that take the tiles by turns, for each of the row blocks.
+inline int ctas_per_block(int num_tiles, int row_blocks) {
+  return std::min(num_tiles, device_properties().num_sms / row_blocks);
 }
 
 template <typename T, int N, int W, bool kSharesWeight = false, class Epilogue>
@@ -68,8 +73,10 @@ cudaError_t launch_shape(const Operands& o, int num_splits, const Epilogue& epil
 
   Plan plan;
   plan.num_rows = static_cast<int>(o.num_rows);
-  plan.block_pairs = kSharesWeight ? (plan.num_rows + 2 * N - 1) / (2 * N) : 1;
-  plan.num_units = num_tiles(o.num_outputs, W) * plan.block_pairs;
+  const int tiles = num_tiles(o.num_outputs, W);
+  const int row_blocks = num_row_blocks(o.num_rows, N, kSharesWeight);
+  plan.block_pairs = kSharesWeight ? row_blocks / 2 : 1;
+  plan.num_units = tiles * plan.block_pairs;
   plan.num_atoms = static_cast<int>((o.size + kAtom - 1) / kAtom);
   plan.num_splits = num_splits;
   plan.num_stages = (kSmemBytes - L::smem_bytes(num_splits, 0)) / (L::kStageBytes + 16);
@@ -94,8 +101,8 @@ cudaError_t launch_shape(const Operands& o, int num_splits, const Epilogue& epil
   attributes[0].val.clusterDim.x = kSharesWeight ? 2 : num_splits;
   attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(kSharesWeight ? num_ctas(2 * plan.num_units, 1) / 2 * 2
-                                      : num_ctas(plan.num_units, num_splits));
+  config.gridDim = dim3(num_splits == 1 ? row_blocks * ctas_per_block(tiles, row_blocks)
+                                        : num_splits * tiles);
   config.blockDim = dim3(L::kThreads);
   config.dynamicSmemBytes = smem_bytes;
   config.stream = stream;

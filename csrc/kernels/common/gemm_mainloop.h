@@ -48,23 +48,44 @@ __device__ __forceinline__ decltype(auto) of_tile(const Epilogue& epilogue, int 
   }
 }
 
+// The epilogue of a CTA's rows.
+template <bool kSharesWeight, class Epilogue>
+__device__ __forceinline__ decltype(auto) of_rows(const Epilogue& epilogue, int row) {
+  if constexpr (kSharesWeight) {
+    return epilogue.from_row(row);
+  } else {
+    return (epilogue);
+  }
+}
+
+struct NoState {};
+
+template <int N, int W, class Epilogue>
+__device__ __forceinline__ auto begin(const Epilogue& epilogue, int num_rows, uint8_t* places) {
+  if constexpr (Epilogue::kHasState) {
+    return epilogue.template begin<N, W>(num_rows, places);
+  } else {
+    return NoState{};
+  }
+}
+
 // Epilogue: kInterleaved (8 rows of the weight's first half and 8 of its second take turns, through
 // a tensor map that says so), kPacked (the weight is fp8_weight.h's, and of_tile(column), called
 // before the products and before the predecessor is done, has finish), kBytes of shared memory a
 // warpgroup, from_row(row) where the weight is shared (the epilogue of the rows from there on), and
 // finish<kFirst, kRows>(acc, num_rows, column, smem): rows kFirst.. of a warpgroup's 64 columns of
 // the product, as the fragments of mma.sync m16n8k16 with the columns as M.
-// With kHasState, for one split only: begin<N, W>(num_rows, smem) and end<N, W>(num_rows, smem) of
-// all W warpgroups before and after a CTA's tiles, with the place of the first warpgroup; those of
-// the others follow it.
+// With kHasState, for one split only: begin<N, W>(num_rows, smem), which returns a thread's state
+// that finish is also given, and end<N, W>(state, num_rows, smem) of all W warpgroups before and
+// after a CTA's tiles, with the place of the first warpgroup; those of the others follow it.
+// num_rows are those of the CTA, at most N.
 template <typename T, int N, int W, int kAtoms, bool kSharesWeight, class Epilogue>
 __global__ void __launch_bounds__(128 * W + 32,
                                   Layout<N, W, kAtoms, kSharesWeight, Epilogue>::kCtasPerSm)
     gemm_kernel(const __grid_constant__ CUtensorMap weight, const __grid_constant__ CUtensorMap x,
                 const Plan plan, const __grid_constant__ Epilogue epilogue) {
   using L = Layout<N, W, kAtoms, kSharesWeight, Epilogue>;
-  static_assert(!kSharesWeight || (Epilogue::kInterleaved && !Epilogue::kPacked));
-  static_assert(!kSharesWeight || !Epilogue::kHasState);
+  static_assert(!kSharesWeight || !Epilogue::kPacked);
   extern __shared__ __align__(1024) uint8_t smem[];
   let_successor_start();
   const bool has_pair = !Epilogue::kHasState && !kSharesWeight && plan.num_splits == 2;
@@ -103,11 +124,15 @@ __global__ void __launch_bounds__(128 * W + 32,
   if constexpr (kSharesWeight) cluster_wait_acquire();
   float acc[N / 8][4];
   [[maybe_unused]] uint8_t* const places = smem + L::epilogue_at(1, plan.num_stages, 0);
-  if constexpr (Epilogue::kHasState) epilogue.template begin<N, W>(plan.num_rows, places);
+  const int row = Part<L>(work, work.first_unit).row;
+  // Elsewhere a CTA has all rows: their number needs no register.
+  constexpr bool kClips = kSharesWeight || Epilogue::kHasState;
+  const int num_rows = kClips ? min(plan.num_rows - row, N) : plan.num_rows;
+  const auto& mine = of_rows<kSharesWeight>(epilogue, row);
+  [[maybe_unused]] auto state = begin<N, W>(mine, num_rows, places);
   for (int unit = work.first_unit; unit < plan.num_units; unit += work.unit_step) {
-    const Part<L> part(work, unit);
-    const int column = (part.tile * W + group) * kGroupRows;
-    const auto& outputs = of_tile(epilogue, column);
+    const int column = (Part<L>(work, unit).tile * W + group) * kGroupRows;
+    const auto& outputs = of_tile(mine, column);
     if constexpr (Epilogue::kPacked) {
       accumulate_packed<T, L, N, kAtoms>(acc, ring, work.num_steps, group);
     } else {
@@ -115,26 +140,25 @@ __global__ void __launch_bounds__(128 * W + 32,
     }
     uint8_t* place = smem + L::epilogue_at(plan.num_splits, plan.num_stages, group);
     if (!has_pair) {
-      if constexpr (kSharesWeight) {
-        epilogue.from_row(part.row).template finish<0, N>(acc, plan.num_rows - part.row, column,
-                                                          place);
+      if constexpr (Epilogue::kHasState) {
+        mine.template finish<0, N>(acc, state, num_rows, column, place);
       } else {
-        outputs.template finish<0, N>(acc, plan.num_rows, column, place);
+        outputs.template finish<0, N>(acc, num_rows, column, place);
       }
       continue;
     }
     if constexpr (!Epilogue::kHasState) {
       if (work.split == 0) {
         exchange<L, N, 0>(acc, ring);
-        outputs.template finish<0, N / 2>(acc, plan.num_rows, column, place);
+        outputs.template finish<0, N / 2>(acc, num_rows, column, place);
       } else {
         exchange<L, N, 1>(acc, ring);
-        outputs.template finish<N / 2, N / 2>(acc, plan.num_rows, column, place);
+        outputs.template finish<N / 2, N / 2>(acc, num_rows, column, place);
       }
       return;
     }
   }
-  if constexpr (Epilogue::kHasState) epilogue.template end<N, W>(plan.num_rows, places);
+  if constexpr (Epilogue::kHasState) mine.template end<N, W>(state, num_rows, places);
 }
 
 }  // namespace dflash::gemm

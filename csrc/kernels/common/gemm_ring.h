@@ -82,7 +82,8 @@ struct Work {
   }
 };
 
-// A CTA's tile and its first row of x.
+// A CTA's tile and its first row of x, which is the same for all of a CTA's units: a multiple of
+// block_pairs pairs of CTAs take turns.
 template <class L>
 struct Part {
   int tile, row;
@@ -169,7 +170,12 @@ struct Producer {
         const int k = (work.first_atom + at.step * kAtoms + a) * kAtom;
         const uint32_t to = ring.address() + a * L::kWeightAtomBytes;
         constexpr int kTurns = W * kGroupRows / 16;  // of 8 rows of either half, if interleaved
-        if constexpr (L::kSharesWeight) {
+        if constexpr (L::kSharesWeight && !Epilogue::kInterleaved) {
+          constexpr int kHalf = W * kGroupRows / 2;
+          const int first = rank_in_pair() * kHalf;
+          tma_load_pair(to + first * 128, weight, ring.full_barrier(), once, k,
+                        at.part.tile * (W * kGroupRows) + first);
+        } else if constexpr (L::kSharesWeight) {
           const int half = rank_in_pair() * (kTurns / 2);
           tma_load_pair(to + half * 2048, weight, ring.full_barrier(), once, k, 0, 0,
                         at.part.tile * kTurns + half);

@@ -82,6 +82,16 @@ __device__ __forceinline__ void tma_load(uint32_t dst, const CUtensorMap& map, u
 
 // The same into every CTA of a pair, at the same place and on the same barrier of each.
 __device__ __forceinline__ void tma_load_pair(uint32_t dst, const CUtensorMap& map,
+                                              uint32_t barrier, uint64_t policy, int c0, int c1) {
+  constexpr uint16_t kBoth = 3;
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster.L2::cache_hint [%0], [%1, {%5, %6}], [%2], %3, %4;\n" ::"r"(dst),
+      "l"(&map), "r"(barrier), "h"(kBoth), "l"(policy), "r"(c0), "r"(c1)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_load_pair(uint32_t dst, const CUtensorMap& map,
                                               uint32_t barrier, uint64_t policy, int c0, int c1,
                                               int c2, int c3) {
   constexpr uint16_t kBoth = 3;

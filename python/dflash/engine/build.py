@@ -218,7 +218,7 @@ def _assemble(
     # Blocks in flight may reach past max_model_len: columns, never blocks.
     lookahead = (2 + steps_ahead) * num_query_per_req
     max_blocks = -(-(max_model_len + lookahead) // args.kv_block_size)
-    vocab_size = min(target.config.decoder.vocab_size, target.lm_head.shape[0])
+    vocab_size = target.vocab_size
     gumbel = drafter is not None and args.draft_sample_method == "gumbel"
     state = RequestState.allocate(
         args.max_num_seqs, n, device, (vocab_size, torch.float32) if gumbel else None

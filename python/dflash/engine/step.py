@@ -109,11 +109,11 @@ class Step:
         return run_parts(parts, Flow(batch))
 
     def samples_in_head(self, batch: Batch) -> bool:
-        """Whether the head's GEMM leaves tokens and no logits: few rows, and nothing but a temperature asked for."""
+        """Whether the head's GEMM leaves tokens and no logits: of so many rows, nothing but a temperature asked for."""
         variant, rows = batch.variant, batch.num_rows
         if batch.logits_rows is not None:
             rows = batch.logits_rows.shape[0]
-        if not 0 < rows <= self.target.rows_sampled_in_head or variant.num_logprobs is not None:
+        if not self.target.samples_in_head(rows) or variant.num_logprobs is not None:
             return False
         return not variant.processes_logits or (
             variant.is_plain and self.method in ("match", "synthetic")
@@ -123,7 +123,7 @@ class Step:
         """Which of a bucket's two graphs serves: one has what any request may ask for, the other what greedy needs."""
         if self.samples_in_head(batch):
             return False
-        variant, fits = batch.variant, batch.num_rows <= self.target.rows_sampled_in_head
+        variant, fits = batch.variant, self.target.samples_in_head(batch.num_rows)
         return variant.processes_logits or (fits and variant.num_logprobs is not None)
 
     def rows(self, flow: Flow) -> None:

@@ -13,7 +13,7 @@ from dflash.ops import linear as op
 from dflash.ops import linear_fp8 as fp8_op
 from dflash.ops import linear_silu_mul as fused_op
 from dflash.ops import linear_silu_mul_fp8 as fused_fp8_op
-from dflash.ops.lm_head_sample import MAX_SAMPLED_ROWS, lm_head_sample_plan
+from dflash.ops.lm_head_sample import lm_head_sample_plan
 from dflash.ops.silu_mul import silu_mul
 
 STRICT_ROWS = 128
@@ -77,20 +77,18 @@ def is_streamed(matrix: Matrix) -> bool:
 
 
 def logits_dtype(head: torch.Tensor) -> torch.dtype:
-    """Of logits: where the head may sample itself the sums as they are, so that tokens are the same either way."""
-    return torch.float32 if rows_sampled_in(head) else head.dtype
+    """Of logits: where the head may sample itself the sums as they are, so that tokens are the same either way.
 
-
-def rows_sampled_in(head: torch.Tensor) -> int:
-    """How many rows may sample in the head's GEMM, which makes no logits; 0: none, and on a GPU says so once."""
+    Where it may not, says so once on a GPU.
+    """
     if lm_head_sample_plan(head[:1], head) is not None:
-        return MAX_SAMPLED_ROWS
+        return torch.float32
     if head.is_cuda and head.dtype != torch.float32:
         log_once(
             f"head {list(head.shape)}: its GEMM does not sample (that takes sm_90, more than 8448 tokens and aligned "
             "rows); logits are made"
         )
-    return 0
+    return head.dtype
 
 
 def _below_each_other(
@@ -122,5 +120,4 @@ __all__ = [
     "linear",
     "linear_silu_mul",
     "logits_dtype",
-    "rows_sampled_in",
 ]

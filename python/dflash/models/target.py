@@ -10,7 +10,8 @@ from dflash.attention.spec import AttentionBatch
 from dflash.checkpoints.config import TargetConfig
 from dflash.checkpoints.weights import TargetWeights
 from dflash.models.decoder import Decoder, DecoderSettings, Taps
-from dflash.models.linear import is_streamed, logits_dtype, rows_sampled_in
+from dflash.models.linear import is_streamed, logits_dtype
+from dflash.ops.lm_head_sample import lm_head_sample_plan
 
 
 class Target:
@@ -23,13 +24,22 @@ class Target:
         self.embed_tokens = weights.embed_tokens
         self.lm_head = weights.lm_head
         self.decoder = Decoder(config.decoder, weights.layers, weights.norm, settings)
-        self.rows_sampled_in_head = rows_sampled_in(weights.lm_head)
+        self.vocab_size = min(config.decoder.vocab_size, weights.lm_head.shape[0])
+        self._samples_in_head: dict[int, bool] = {}
         self._is_streamed = is_streamed(weights.lm_head) and self.decoder.is_streamed
 
     @property
     def padded_rows(self) -> int | None:
         """What the rows of a pass, and those that get logits, have to be a multiple of; see models/linear.py."""
         return None if self._is_streamed else self.decoder.tile_rows
+
+    def samples_in_head(self, num_rows: int) -> bool:
+        """Whether so many rows are sampled in the head's GEMM, which makes no logits."""
+        if num_rows not in self._samples_in_head:
+            # Rows of the head have the size, dtype and device of hidden states.
+            plan = lm_head_sample_plan(self.lm_head[:num_rows], self.lm_head, self.vocab_size)
+            self._samples_in_head[num_rows] = plan is not None
+        return self._samples_in_head[num_rows]
 
     def forward(
         self, input_ids: torch.Tensor, batch: AttentionBatch, taps: Taps | None = None

@@ -6,9 +6,6 @@ import torch
 from dflash.ops import noise_reference
 from dflash.ops.sample_draft import first_argmax, sample_draft_reference
 
-MAX_SAMPLED_ROWS = 128
-"""Rows a call that may sample in the head's GEMM, where lm_head_sample_plan names one."""
-
 
 def lm_head_sample(
     hidden_states: torch.Tensor,
@@ -107,14 +104,19 @@ def _(
 
 
 def lm_head_sample_plan(
-    hidden_states: torch.Tensor, weight: torch.Tensor
+    hidden_states: torch.Tensor, weight: torch.Tensor, vocab_size: int | None = None
 ) -> tuple[int, int, int] | None:
-    """(rows, warpgroups, splits) of the streaming GEMM that samples in its epilogue; None: logits are made."""
-    return tuple(torch.ops.dflash.lm_head_sample_plan(hidden_states, weight)) or None
+    """(rows, warpgroups, splits) of the streaming GEMM that samples in its epilogue; None: logits are made.
+
+    On sm_90 it takes up to 128 rows of a vocabulary of more than 8448, and blocks of 128 (225 to 256 rows, 449 to 512)
+    where the tiles of vocab_size (all of weight when absent) fill the SMs. A row's sums are the same in each.
+    """
+    vocab_size = weight.shape[0] if vocab_size is None else vocab_size
+    return tuple(torch.ops.dflash.lm_head_sample_plan(hidden_states, weight, vocab_size)) or None
 
 
 @torch.library.register_fake("dflash::lm_head_sample_plan")
-def _(hidden_states: torch.Tensor, weight: torch.Tensor) -> list[int]:
+def _(hidden_states: torch.Tensor, weight: torch.Tensor, vocab_size: int) -> list[int]:
     return []
 
 

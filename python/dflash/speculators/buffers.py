@@ -106,7 +106,7 @@ def draft_tokens(
     gumbel = sample_method == "gumbel"
     first_column = columns.start or 0
     record = state.draft_logits if gumbel else None
-    if not gumbel and lm_head_sample_plan(hidden, model.lm_head) is not None:
+    if not gumbel and lm_head_sample_plan(hidden, model.lm_head, vocab_size) is not None:
         lm_head_sample(
             hidden,
             model.lm_head,

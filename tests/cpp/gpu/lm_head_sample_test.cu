@@ -74,16 +74,22 @@ struct HeadBatch {
   }
 };
 
+// 128 rows a call.
 template <typename T>
 std::vector<float> sums(const HeadBatch<T>& batch) {
   HeadBatch<T> b = batch;
   const int64_t outputs = b.vocab_size + kPadding;
   std::vector<float> output(b.num_rows * outputs, 5);
   DevicePlace place;
-  const LinearParams p{place(b.hidden), place(b.weight), nullptr,  place(output),
-                       b.num_rows,      outputs,         b.size,   b.stride,
-                       b.size,          outputs,         kDType<T>, true};
-  EXPECT_EQ(launch_linear(p, nullptr), cudaSuccess);
+  const T *const x = place(b.hidden), *const weight = place(b.weight);
+  float* const to = place(output);
+  for (int64_t row = 0; row < b.num_rows; row += gemm::kMaxRows) {
+    const int64_t count = std::min<int64_t>(b.num_rows - row, gemm::kMaxRows);
+    const LinearParams p{x + row * b.stride, weight,  nullptr,   to + row * outputs,
+                         count,              outputs, b.size,    b.stride,
+                         b.size,             outputs, kDType<T>, true};
+    EXPECT_EQ(launch_linear(p, nullptr), cudaSuccess);
+  }
   place.copy_back();
   return output;
 }
@@ -113,6 +119,39 @@ std::vector<int64_t> run(const HeadBatch<T>& batch, bool with_temperatures, uint
   return b.tokens;
 }
 
+struct Sampled {
+  std::vector<int64_t> tokens;
+  std::vector<uint64_t> keys;  // of the rows' maxima, all bits of them
+};
+
+// At most block_rows rows a call.
+template <typename T>
+Sampled run_in_blocks(const HeadBatch<T>& batch, bool with_temperatures, int64_t block_rows) {
+  Sampled sampled{batch.tokens, {}};
+  for (int64_t row = 0; row < batch.num_rows; row += block_rows) {
+    HeadBatch<T> b = batch;
+    b.tokens = sampled.tokens;
+    for (int32_t& start : b.start_loc) start -= static_cast<int32_t>(row);
+    DevicePlace place;
+    LmHeadSampleParams p = b.params(place, with_temperatures);
+    p.head.x = static_cast<const T*>(p.head.x) + row * b.stride;
+    p.sample.sample_positions += row;
+    if (b.start_loc.empty()) p.sample.sample_idx_mapping += row;
+    else p.sample.draft_tokens += row;
+    const int64_t count = std::min(b.num_rows - row, block_rows);
+    p.head.num_rows = p.sample.num_rows = count;
+    const size_t size = lm_head_sample_scratch_size(p) / sizeof(uint64_t);
+    std::vector<uint64_t> keys(size, ~uint64_t{0});
+    p.sample.scratch = place(keys);
+    EXPECT_EQ(launch_lm_head_sample(p, nullptr), cudaSuccess);
+    place.copy_back();
+    sampled.tokens = b.tokens;
+    for (auto from = keys.begin(); from != keys.end(); from += size / count)
+      sampled.keys.push_back(*std::max_element(from, from + size / count));
+  }
+  return sampled;
+}
+
 template <typename T>
 class LmHeadSampleKernel : public ::testing::Test {};
 using Types = ::testing::Types<Half, BFloat16>;
@@ -134,6 +173,30 @@ TYPED_TEST(LmHeadSampleKernel, EqualsTwin) {
   }
 }
 
+// Blocks of 128 rows in one launch, pairs of them sharing the weight: a row has the bits that its
+// block alone gives it. The last tile has no columns for the second CTA of a pair, or some; every
+// CTA has two tiles (four of two block pairs), or some have fewer; 8 inputs do not fill the ring.
+TYPED_TEST(LmHeadSampleKernel, TakesMoreRowsInBlocks) {
+  for (int64_t num_rows : {226, 240, 256, 449, 512}) {
+    for (const auto& [vocab_size, size] :
+         {std::pair<int64_t, int64_t>{131 * 192 + 61, 72}, {124 * 192 + 150, 392}, {24001, 8}}) {
+      for (bool verified : {false, true}) {
+        const HeadBatch<TypeParam> batch(num_rows, vocab_size, size, verified, false);
+        const std::vector<float> logits = sums(batch);
+        for (bool with_temperatures : {false, true}) {
+          SCOPED_TRACE(::testing::Message() << num_rows << " rows of " << vocab_size << ", verified "
+                                            << verified << ", sampled " << with_temperatures);
+          const Sampled together = run_in_blocks(batch, with_temperatures, num_rows);
+          EXPECT_EQ(together.tokens, twin(batch, logits, with_temperatures));
+          const Sampled blocks = run_in_blocks(batch, with_temperatures, gemm::kMaxRows);
+          EXPECT_EQ(together.tokens, blocks.tokens);
+          EXPECT_EQ(together.keys, blocks.keys);
+        }
+      }
+    }
+  }
+}
+
 TYPED_TEST(LmHeadSampleKernel, EqualsTwinWithAReducedVocabulary) {
   for (int64_t num_rows : {5, 40}) {
     const HeadBatch<TypeParam> batch(num_rows, 8999, 264, false, true);
@@ -144,21 +207,28 @@ TYPED_TEST(LmHeadSampleKernel, EqualsTwinWithAReducedVocabulary) {
 }
 
 TYPED_TEST(LmHeadSampleKernel, DoesNotDependOnWhatTheWorkspaceHeld) {
-  const HeadBatch<TypeParam> batch(70, 8999, 72, true, false);
-  const std::vector<int64_t> first = run(batch, true);
-  for (int i = 0; i < 20; ++i)
-    EXPECT_EQ(run(batch, true, static_cast<uint8_t>(i * 13)), first);
+  for (const auto& [num_rows, vocab_size] : {std::pair<int64_t, int64_t>{70, 8999}, {480, 24001}}) {
+    const HeadBatch<TypeParam> batch(num_rows, vocab_size, 72, true, false);
+    for (bool with_temperatures : {false, true}) {
+      const std::vector<int64_t> first = run(batch, with_temperatures);
+      for (int i = 0; i < 20; ++i)
+        EXPECT_EQ(run(batch, with_temperatures, static_cast<uint8_t>(i * 13)), first);
+    }
+  }
 }
 
 // Whichever of its inputs the kernel right before writes.
 TYPED_TEST(LmHeadSampleKernel, ReadsWhatWasWritten) {
-  for (bool verified : {false, true}) {
-    const HeadBatch<TypeParam> batch(29, 8999, 72, verified, false);
-    const std::vector<int64_t> expected = run(batch, true);
+  for (int i = 0; i < 8; ++i) {
+    const bool verified = i % 2 == 1, in_blocks = i / 2 % 2 == 1, with_temperatures = i / 4 == 1;
+    const HeadBatch<TypeParam> batch(in_blocks ? 240 : 29, in_blocks ? 24001 : 8999, 72, verified,
+                                     false);
+    const std::vector<int64_t> expected = run(batch, with_temperatures);
     for (int late = 0; late < (verified ? 6 : 5); ++late) {
+      if (late == 3 && !with_temperatures) continue;
       HeadBatch<TypeParam> b = batch, source = batch;
       DevicePlace place;
-      LmHeadSampleParams p = b.params(place, true);
+      LmHeadSampleParams p = b.params(place, with_temperatures);
       std::vector<uint8_t> scratch(static_cast<size_t>(lm_head_sample_scratch_size(p)), 0xff);
       p.sample.scratch = place(scratch);
       const auto* hidden = static_cast<const TypeParam*>(p.head.x);
@@ -171,7 +241,7 @@ TYPED_TEST(LmHeadSampleKernel, ReadsWhatWasWritten) {
         write_late(place, p.sample.logits_start_loc, source.start_loc, 0);
       ASSERT_EQ(launch_lm_head_sample(p, nullptr), cudaSuccess);
       place.copy_back();
-      EXPECT_EQ(b.tokens, expected) << "late: " << late;
+      EXPECT_EQ(b.tokens, expected) << "late: " << late << ", case " << i;
     }
   }
 }

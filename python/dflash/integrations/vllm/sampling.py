@@ -139,7 +139,7 @@ def greedy(
         speculator.__dict__["_dflash_sampling"] = buffers
     positions, identity = buffers[0][:rows], buffers[1][:rows]
     tokens = torch.empty(rows, 1, dtype=torch.int64, device=device)
-    if head is not None and lm_head_sample_plan(hidden_states, head.weight) is not None:
+    if head is not None and lm_head_sample_plan(hidden_states, head.weight, head.vocab_size):
         lm_head_sample(
             hidden_states,
             head.weight,
@@ -152,8 +152,8 @@ def greedy(
         )
     else:
         log_once(
-            "vLLM: drafts are sampled from logits: the head's GEMM samples up to 128 rows of a plain, unquantised "
-            "head of more than 8448 tokens on sm_90"
+            "vLLM: drafts are sampled from logits: the head's GEMM samples up to 128 rows, 225 to 256 or 449 to "
+            "512 of a plain, unquantised head of more than 8448 tokens on sm_90"
         )
         sample_draft(compute_logits(hidden_states), positions, identity, tokens)
     return tokens.view(rows)
