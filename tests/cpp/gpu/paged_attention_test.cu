@@ -113,6 +113,27 @@ TEST(PagedAttentionKernel, EveryNumberOfSplits) {
   }
 }
 
+// Beside requests of few keys, which fewer CTAs of a cluster serve; with 40 or 24 tiles in all
+// clusters are of 8, with 56 and 120 of odd sizes.
+TEST(PagedAttentionKernel, ManyKeysBesideFew) {
+  for (int num_kv_heads : {1, 2, 3, 6}) {
+    AttentionShape shape;
+    shape.query_lens = std::vector<int>(20, 1);
+    shape.seq_lens = std::vector<int>(20, 3);
+    shape.seq_lens[0] = 4200;
+    shape.seq_lens[7] = 4095;
+    shape.seq_lens[8] = 4096;
+    shape.seq_lens[9] = 4160;
+    shape.seq_lens[19] = 900;
+    shape.num_kv_heads = num_kv_heads;
+    shape.num_heads = 2 * num_kv_heads;
+    shape.head_dim = 128;
+    shape.window_left = num_kv_heads == 3 ? 4100 : -1;
+    expect_kernel_equals_oracle<BFloat16>(shape, 3e-2);
+    expect_kernel_equals_oracle<Half, Float8E4M3>(shape, 2e-2);
+  }
+}
+
 template <typename T, typename CacheT>
 std::vector<T> run(AttentionBatch<T, CacheT>& batch) {
   DevicePlace place;
