@@ -106,7 +106,7 @@ __device__ __forceinline__ float cluster_max(const cg::cluster_group& cluster, S
     for (int w = 1; w < kRowWarps; ++w) max = fmaxf(max, s.warp_max[w]);
     s.max = max;
   }
-  cluster.sync();
+  sync_cluster(cluster);
 #pragma unroll
   for (int q = 0; q < kRowCtas; ++q) max = fmaxf(max, *cluster.map_shared_rank(&s.max, q));
   return max;
@@ -191,8 +191,10 @@ __global__ void __cluster_dims__(kRowCtas, 1, 1) __launch_bounds__(kRowThreads, 
   const float max = cluster_max(cluster, s, thread_max);
   const KeptLogits kept = select(cluster, s.cut, s.rules, max, layout.mass_bits, slice);
   // No CTA may leave while another reads its shared memory.
+  __syncthreads();
   cluster.barrier_arrive();
   write_kept(kept, slice, out);
+  __syncthreads();
   cluster.barrier_wait();
 }
 

@@ -50,6 +50,13 @@ struct CutShared {
   uint32_t num_listed;  // of the cluster, in its first CTA
 };
 
+// NOTE: where warps reach a cluster's barrier one by one, a kernel under synccheck stands there for
+// good, every second time.
+__device__ __forceinline__ void sync_cluster(const cg::cluster_group& cluster) {
+  __syncthreads();
+  cluster.sync();
+}
+
 // Columns of this CTA and where its processed logits stand.
 struct Slice {
   int64_t begin;
@@ -246,7 +253,7 @@ __device__ __forceinline__ void list(const cg::cluster_group& cluster, CutShared
 #pragma unroll
     for (int q = 0; q < kRowCtas; ++q) cluster.map_shared_rank(s.list, q)[place] = key;
   });
-  cluster.sync();
+  sync_cluster(cluster);
 }
 
 // What the larger logits of a cut must weigh less than: the share p of the mass, k in number.
@@ -299,7 +306,7 @@ __device__ __forceinline__ Cut cut_row(const cg::cluster_group& cluster, CutShar
     clear<kByMass>(s, turn);
     turn ^= 1;
     fill(histogram, weight, kept, c, slice);
-    cluster.sync();
+    sync_cluster(cluster);
     const BinPair bins = sum_bins<kByMass>(cluster, histogram, weight.mass_bits);
     const Scan scan = scan_bins(s, bins);
     const bool first = c.bin < 0;
