@@ -32,7 +32,7 @@ bool aligned_to(int64_t bytes, const void* pointer, std::initializer_list<int64_
 // CTAs of a cluster that give each SM one CTA, as far as there are keys for them.
 template <typename L>
 int few_ctas(const PagedAttentionParams& p, int64_t tiles) {
-  const int most = std::min(kMaxCtas, kMaxWarpSplits / L::kWarpsN);
+  const int most = std::min(kPortableCtas, kMaxWarpSplits / L::kWarpsN);
   // NOTE: warps of a lone CTA would send each other their splits; memcheck takes that for an error.
   int num_ctas = L::kWarpsN > 1 ? 2 : 1;
   while (num_ctas < most && 2 * num_ctas * tiles <= device_properties().num_sms &&
@@ -42,12 +42,14 @@ int few_ctas(const PagedAttentionParams& p, int64_t tiles) {
   return num_ctas;
 }
 
-// As many as fit on the SMs at once: many keys repay what their meeting costs.
+// Where there may be many keys: clusters of five share SMs well, larger and even ones wait for each
+// other, and a lone request's take all SMs (docs/performance.md).
 template <typename L>
 int many_ctas(const PagedAttentionParams& p, int64_t tiles, int few) {
+  const int64_t sms = device_properties().num_sms;
   if (!L::kWgmma || p.mask.max_keys < kManyKeys) return few;
-  const int64_t slots = int64_t{ctas_per_sm(L::kWgmma)} * device_properties().num_sms;
-  return std::max(few, static_cast<int>(std::min<int64_t>(kMaxCtas, slots / tiles)));
+  if (kMaxCtas * tiles <= sms) return kMaxCtas;
+  return 5 * tiles <= 5 * sms / 2 ? std::max(few, 5) : few;
 }
 
 template <typename L>
@@ -73,13 +75,26 @@ Plan make_plan(const PagedAttentionParams& p) {
   return plan;
 }
 
+// Whether this device runs a cluster larger than every device does.
+template <typename Kernel>
+bool has_room(const Kernel& kernel, const cudaLaunchConfig_t& config) {
+  int num_clusters = 0;
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  if (error != cudaSuccess ||
+      cudaOccupancyMaxActiveClusters(&num_clusters, kernel, &config) != cudaSuccess) {
+    cudaGetLastError();  // this answers it
+  }
+  return num_clusters > 0;
+}
+
 template <typename T, int D, int kWarpsM, bool kWgmma = false>
 cudaError_t launch_tiles(const PagedAttentionParams& p, cudaStream_t stream) {
   using L = Tile<D, kWarpsM, kWgmma>;
   const auto kernel = p.kv_dtype == DType::kFloat8E4M3
                           ? paged_attention_kernel<T, D, kWarpsM, true, kWgmma>
                           : paged_attention_kernel<T, D, kWarpsM, false, kWgmma>;
-  const Plan plan = make_plan<L>(p);
+  Plan plan = make_plan<L>(p);
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, L::kSmemBytes);
   if (error != cudaSuccess) return error;
@@ -92,12 +107,18 @@ cudaError_t launch_tiles(const PagedAttentionParams& p, cudaStream_t stream) {
       static_cast<int64_t>(p.max_query_len) * (p.num_heads / p.num_kv_heads);
   const int64_t tiles = ceil_div64(packed_rows, L::kM);
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(tiles * plan.ctas.divisor), p.num_kv_heads, p.num_reqs);
+  config.gridDim =
+      dim3(static_cast<unsigned>(tiles * plan.ctas.divisor), p.num_kv_heads, p.num_reqs);
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = L::kSmemBytes;
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = 2;
+  if (plan.ctas.divisor > kPortableCtas && !has_room(kernel, config)) {
+    plan.ctas = Divisor(plan.few_ctas);
+    attributes[0].val.clusterDim.x = plan.ctas.divisor;
+    config.gridDim.x = static_cast<unsigned>(tiles * plan.ctas.divisor);
+  }
   return cudaLaunchKernelEx(&config, kernel, p, plan);
 }
 

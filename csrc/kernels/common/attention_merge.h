@@ -13,8 +13,9 @@ namespace dflash::attention {
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
 
-constexpr int kMaxCtas = 8;  // of a cluster, on every device
-constexpr int kManyKeys = 4096;
+constexpr int kMaxCtas = 16;       // of a cluster
+constexpr int kPortableCtas = 8;   // that every device has room for
+constexpr int kManyKeys = 3072;
 
 constexpr int ctas_per_sm(bool wgmma) { return wgmma ? 3 : 2; }
 
