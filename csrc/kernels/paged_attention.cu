@@ -19,9 +19,7 @@ namespace {
 
 using namespace attention;
 
-constexpr int kMaxCtas = 8;  // of a cluster, on every device
 constexpr int kMaxWarpSplits = 16;
-constexpr int kManyKeys = 16384;
 
 int64_t ceil_div64(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -31,24 +29,27 @@ bool aligned_to(int64_t bytes, const void* pointer, std::initializer_list<int64_
   return aligned;
 }
 
-// CTAs of a cluster that give each SM one CTA, as far as there are keys for them. Where keys may be
-// many, two: what a merge costs is then repaid.
+// CTAs of a cluster that give each SM one CTA, as far as there are keys for them.
 template <typename L>
-int choose_num_ctas(const PagedAttentionParams& p) {
-  const int64_t ratio = p.num_heads / p.num_kv_heads;
-  const int64_t tiles =
-      std::max<int64_t>(ceil_div64(p.num_rows * ratio, L::kM), std::min(p.num_rows, p.num_reqs)) *
-      p.num_kv_heads;
-  const int64_t slots =
-      int64_t{L::kWgmma && p.mask.max_keys >= kManyKeys ? 2 : 1} * device_properties().num_sms;
-  const int most = std::min(kMaxCtas, kMaxWarpSplits / L::kWarpsN);
+int few_ctas(const PagedAttentionParams& p, int64_t tiles) {
+  const int most = std::min(kPortableCtas, kMaxWarpSplits / L::kWarpsN);
   // NOTE: warps of a lone CTA would send each other their splits; memcheck takes that for an error.
   int num_ctas = L::kWarpsN > 1 ? 2 : 1;
-  while (num_ctas < most && 2 * num_ctas * tiles <= slots &&
+  while (num_ctas < most && 2 * num_ctas * tiles <= device_properties().num_sms &&
          num_ctas * L::kStepKeys < p.mask.max_keys) {
     num_ctas *= 2;
   }
   return num_ctas;
+}
+
+// Where there may be many keys: clusters of five share SMs well, larger and even ones wait for each
+// other, and a lone request's take all SMs (docs/performance.md).
+template <typename L>
+int many_ctas(const PagedAttentionParams& p, int64_t tiles, int few) {
+  const int64_t sms = device_properties().num_sms;
+  if (!L::kWgmma || p.mask.max_keys < kManyKeys) return few;
+  if (kMaxCtas * tiles <= sms) return kMaxCtas;
+  return 5 * tiles <= 5 * sms / 2 ? std::max(few, 5) : few;
 }
 
 template <typename L>
@@ -57,11 +58,14 @@ Plan make_plan(const PagedAttentionParams& p) {
   const auto cache_is_aligned = [kv_size](const void* cache, const CacheStrides& s) {
     return aligned_to(16, cache, {s.block * kv_size, s.offset * kv_size, s.head * kv_size});
   };
+  const int64_t ratio = p.num_heads / p.num_kv_heads;
+  const int64_t tiles =
+      std::max<int64_t>(ceil_div64(p.num_rows * ratio, L::kM), std::min(p.num_rows, p.num_reqs)) *
+      p.num_kv_heads;
   Plan plan;
-  plan.num_ctas = p.num_splits > 0 ? p.num_splits / L::kWarpsN : choose_num_ctas<L>(p);
-  for (plan.log2_ctas = 0; 1 << plan.log2_ctas < plan.num_ctas;) ++plan.log2_ctas;
-  plan.num_splits = plan.num_ctas * L::kWarpsN;
-  plan.ratio = Divisor(p.num_heads / p.num_kv_heads);
+  plan.few_ctas = p.num_splits > 0 ? p.num_splits / L::kWarpsN : few_ctas<L>(p, tiles);
+  plan.ctas = Divisor(p.num_splits > 0 ? plan.few_ctas : many_ctas<L>(p, tiles, plan.few_ctas));
+  plan.ratio = Divisor(static_cast<int>(ratio));
   plan.page = Divisor(p.kv_block_size);
   plan.query_aligned = aligned_to(16, p.query, {p.query_strides.row * 2, p.query_strides.head * 2});
   plan.cache_aligned = cache_is_aligned(p.key_cache, p.key_strides) &&
@@ -71,31 +75,50 @@ Plan make_plan(const PagedAttentionParams& p) {
   return plan;
 }
 
+// Whether this device runs a cluster larger than every device does.
+template <typename Kernel>
+bool has_room(const Kernel& kernel, const cudaLaunchConfig_t& config) {
+  int num_clusters = 0;
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  if (error != cudaSuccess ||
+      cudaOccupancyMaxActiveClusters(&num_clusters, kernel, &config) != cudaSuccess) {
+    cudaGetLastError();  // this answers it
+  }
+  return num_clusters > 0;
+}
+
 template <typename T, int D, int kWarpsM, bool kWgmma = false>
 cudaError_t launch_tiles(const PagedAttentionParams& p, cudaStream_t stream) {
   using L = Tile<D, kWarpsM, kWgmma>;
   const auto kernel = p.kv_dtype == DType::kFloat8E4M3
                           ? paged_attention_kernel<T, D, kWarpsM, true, kWgmma>
                           : paged_attention_kernel<T, D, kWarpsM, false, kWgmma>;
-  const Plan plan = make_plan<L>(p);
+  Plan plan = make_plan<L>(p);
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, L::kSmemBytes);
   if (error != cudaSuccess) return error;
 
   cudaLaunchAttribute attributes[2]{{}, overlap_attribute()};
   attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim.x = plan.num_ctas;
+  attributes[0].val.clusterDim.x = plan.ctas.divisor;
   attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
   const int64_t packed_rows =
       static_cast<int64_t>(p.max_query_len) * (p.num_heads / p.num_kv_heads);
   const int64_t tiles = ceil_div64(packed_rows, L::kM);
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(tiles * plan.num_ctas), p.num_kv_heads, p.num_reqs);
+  config.gridDim =
+      dim3(static_cast<unsigned>(tiles * plan.ctas.divisor), p.num_kv_heads, p.num_reqs);
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = L::kSmemBytes;
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = 2;
+  if (plan.ctas.divisor > kPortableCtas && !has_room(kernel, config)) {
+    plan.ctas = Divisor(plan.few_ctas);
+    attributes[0].val.clusterDim.x = plan.ctas.divisor;
+    config.gridDim.x = static_cast<unsigned>(tiles * plan.ctas.divisor);
+  }
   return cudaLaunchKernelEx(&config, kernel, p, plan);
 }
 

@@ -7,8 +7,7 @@
 
 namespace dflash::attention {
 
-constexpr int kLog2Fp32Splits = 3;
-constexpr int kFp32Splits = 1 << kLog2Fp32Splits;
+constexpr int kFp32Splits = 8;
 
 // One step of 32 keys joins m, l and acc.
 template <int D, typename CacheT>
@@ -78,7 +77,7 @@ __global__ void __launch_bounds__(32 * kFp32Splits, 4)
   const Request request = load_request(p, blockIdx.y);
   if (row >= request.query_len) return;
   const KeyRange keys = visible_keys(p.mask, request.seq_len, request.query_len, row);
-  const Deal deal = deal_steps(keys, 32, kLog2Fp32Splits, split);
+  const Deal deal = deal_steps(keys, 32, kFp32Splits, split);
 
   const int64_t t = request.begin + row;
   const float* query =

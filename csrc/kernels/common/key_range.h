@@ -47,18 +47,19 @@ DFLASH_HOST_DEVICE KeyRange tile_keys(const KeyMask& mask, int seq_len, int quer
 DFLASH_HOST_DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // Keys are dealt in steps: step u, keys [u * step_keys, (u + 1) * step_keys), belongs to split
-// u % 2^log2_splits. Absolute positions alone decide, so that a row adds up its keys in the same
-// order in whatever batch, block or tile it stands.
+// u % num_splits. Absolute positions alone decide, so that a row adds up its keys in the same order
+// in whatever batch, block or tile it stands.
 struct Deal {
-  int first;  // step; the next is 2^log2_splits further
+  int first;  // step; the next is num_splits further
   int count;
 };
 
-DFLASH_HOST_DEVICE Deal deal_steps(KeyRange range, int step_keys, int log2_splits, int split) {
+DFLASH_HOST_DEVICE Deal deal_steps(KeyRange range, int step_keys, int num_splits, int split) {
   if (range.end <= range.begin) return {split, 0};
   const int begin = range.begin / step_keys, last = (range.end - 1) / step_keys;
-  const int first = begin + ((split - begin) & ((1 << log2_splits) - 1));
-  return {first, first > last ? 0 : ((last - first) >> log2_splits) + 1};
+  const int owner = begin % num_splits;  // of the first step
+  const int first = begin + split - owner + (split < owner ? num_splits : 0);
+  return {first, first > last ? 0 : (last - first) / num_splits + 1};
 }
 
 }  // namespace dflash
