@@ -71,9 +71,14 @@ struct ArgmaxEpilogue {
     return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
   }
 
+  template <int, class TakeTiles>
+  __device__ __forceinline__ void choose(int row, int, const TakeTiles& take_tiles) const {
+    wait_for_predecessor();  // which may still use the keys' memory
+    take_tiles(from_row(row));
+  }
+
   template <int, int>
   __device__ __forceinline__ State begin(int, uint8_t*) const {
-    wait_for_predecessor();  // which may still use the keys' memory
     State state;
 #pragma unroll
     for (int j = 0; j < N / 8; ++j) {
@@ -173,7 +178,6 @@ struct SampleEpilogue {
     static_assert(W == kWarpgroups && N <= 128 * W);
     const int t = static_cast<int>(threadIdx.x);
     for (int i = t; i < N * W; i += 128 * W) keys_of(places, i / N)[i % N] = 0;
-    wait_for_predecessor();
     if (t < num_rows) {
       const DraftRow r = draft_row(p, first_row + t);
       *noise_of(places, t) = {r.noise.seed, r.noise.position, r.greedy ? -1 : r.noise.offset,
@@ -278,6 +282,30 @@ struct SampleEpilogue {
   }
 };
 
+// N rows of which the device knows whether any has noise.
+template <int N>
+struct NoiseEpilogue {
+  static constexpr bool kInterleaved = false, kHasState = true, kPacked = false;
+  static constexpr int kBytes = SampleEpilogue<N>::kBytes;
+  static_assert(kBytes >= ArgmaxEpilogue<N>::kBytes);
+
+  SampleEpilogue<N> with_noise;
+  ArgmaxEpilogue<N> without;
+
+  template <int W, class TakeTiles>
+  __device__ __forceinline__ void choose(int row, int num_rows, const TakeTiles& take_tiles) const {
+    wait_for_predecessor();
+    const int t = static_cast<int>(threadIdx.x);
+    const bool has_noise = t < num_rows && !draft_row(with_noise.p, row + t).greedy;
+    const bool is_large = with_noise.p.vocab_size > ArgmaxEpilogue<N>::kMaxVocabSize;
+    if (named_barrier_or(kAllGroups, 128 * W, has_noise || is_large)) {
+      take_tiles(with_noise.from_row(row));
+    } else {
+      take_tiles(without.from_row(row));
+    }
+  }
+};
+
 int row_blocks(const LmHeadSampleParams& p) {
   return gemm::num_row_blocks(p.head.num_rows, gemm::kMaxRows, p.head.num_rows > gemm::kMaxRows);
 }
@@ -293,11 +321,12 @@ cudaError_t launch_rows(const LmHeadSampleParams& p, cudaStream_t stream) {
     return gemm::launch_shape<T, N, kWarpgroups, kSharesWeight>(known_part(p), 1, epilogue, stream);
   };
   const Keys keys{static_cast<uint64_t*>(p.sample.scratch), row_blocks(p)};
+  const int vocab_size = static_cast<int>(p.sample.vocab_size);
+  const ArgmaxEpilogue<N> argmax{keys, p.sample.logit_scale, vocab_size, 0};
   const bool may_have_noise = p.sample.temperatures != nullptr;
   if (may_have_noise || p.sample.vocab_size > ArgmaxEpilogue<N>::kMaxVocabSize)
-    return run(SampleEpilogue<N>{p.sample, keys, 0});
-  const int vocab_size = static_cast<int>(p.sample.vocab_size);
-  return run(ArgmaxEpilogue<N>{keys, p.sample.logit_scale, vocab_size, 0});
+    return run(NoiseEpilogue<N>{{p.sample, keys, 0}, argmax});
+  return run(argmax);
 }
 
 template <typename T>

@@ -9,6 +9,8 @@
 // Bytes moved: the weight once (a pair of row blocks), x once a tile (from the L2), y once.
 #pragma once
 
+#include <type_traits>
+
 #include "gemm_multiply.h"
 #include "overlap.h"
 
@@ -69,15 +71,27 @@ __device__ __forceinline__ auto begin(const Epilogue& epilogue, int num_rows, ui
   }
 }
 
+// take_tiles(epilogue) with the one that serves the CTA's rows.
+template <int W, bool kSharesWeight, class Epilogue, class TakeTiles>
+__device__ __forceinline__ void with_epilogue(const Epilogue& epilogue, int row, int num_rows,
+                                              const TakeTiles& take_tiles) {
+  if constexpr (Epilogue::kHasState) {
+    epilogue.template choose<W>(row, num_rows, take_tiles);
+  } else {
+    take_tiles(of_rows<kSharesWeight>(epilogue, row));
+  }
+}
+
 // Epilogue: kInterleaved (8 rows of the weight's first half and 8 of its second take turns, through
 // a tensor map that says so), kPacked (the weight is fp8_weight.h's, and of_tile(column), called
 // before the products and before the predecessor is done, has finish), kBytes of shared memory a
 // warpgroup, from_row(row) where the weight is shared (the epilogue of the rows from there on), and
 // finish<kFirst, kRows>(acc, num_rows, column, smem): rows kFirst.. of a warpgroup's 64 columns of
 // the product, as the fragments of mma.sync m16n8k16 with the columns as M.
-// With kHasState, for one split only: begin<N, W>(num_rows, smem), which returns a thread's state
-// that finish is also given, and end<N, W>(state, num_rows, smem) of all W warpgroups before and
-// after a CTA's tiles, with the place of the first warpgroup; those of the others follow it.
+// With kHasState, for one split only: choose<W>(row, num_rows, take_tiles), which calls take_tiles
+// with what serves the rows from `row` on: begin<N, W>(num_rows, smem), which returns a thread's
+// state that finish is also given, and end<N, W>(state, num_rows, smem) of all W warpgroups before
+// and after a CTA's tiles, with the place of the first warpgroup; those of the others follow it.
 // num_rows are those of the CTA, at most N.
 template <typename T, int N, int W, int kAtoms, bool kSharesWeight, class Epilogue>
 __global__ void __launch_bounds__(128 * W + 32,
@@ -128,37 +142,39 @@ __global__ void __launch_bounds__(128 * W + 32,
   // Elsewhere a CTA has all rows: their number needs no register.
   constexpr bool kClips = kSharesWeight || Epilogue::kHasState;
   const int num_rows = kClips ? min(plan.num_rows - row, N) : plan.num_rows;
-  const auto& mine = of_rows<kSharesWeight>(epilogue, row);
-  [[maybe_unused]] auto state = begin<N, W>(mine, num_rows, places);
-  for (int unit = work.first_unit; unit < plan.num_units; unit += work.unit_step) {
-    const int column = (Part<L>(work, unit).tile * W + group) * kGroupRows;
-    const auto& outputs = of_tile(mine, column);
-    if constexpr (Epilogue::kPacked) {
-      accumulate_packed<T, L, N, kAtoms>(acc, ring, work.num_steps, group);
-    } else {
-      accumulate<T, L, N, kAtoms>(acc, ring, work.num_steps, group);
-    }
-    uint8_t* place = smem + L::epilogue_at(plan.num_splits, plan.num_stages, group);
-    if (!has_pair) {
-      if constexpr (Epilogue::kHasState) {
-        mine.template finish<0, N>(acc, state, num_rows, column, place);
+  with_epilogue<W, kSharesWeight>(epilogue, row, num_rows, [&](const auto& mine) {
+    using Mine = std::decay_t<decltype(mine)>;
+    [[maybe_unused]] auto state = begin<N, W>(mine, num_rows, places);
+    for (int unit = work.first_unit; unit < plan.num_units; unit += work.unit_step) {
+      const int column = (Part<L>(work, unit).tile * W + group) * kGroupRows;
+      const auto& outputs = of_tile(mine, column);
+      if constexpr (Mine::kPacked) {
+        accumulate_packed<T, L, N, kAtoms>(acc, ring, work.num_steps, group);
       } else {
-        outputs.template finish<0, N>(acc, num_rows, column, place);
+        accumulate<T, L, N, kAtoms>(acc, ring, work.num_steps, group);
       }
-      continue;
-    }
-    if constexpr (!Epilogue::kHasState) {
-      if (work.split == 0) {
-        exchange<L, N, 0>(acc, ring);
-        outputs.template finish<0, N / 2>(acc, num_rows, column, place);
-      } else {
-        exchange<L, N, 1>(acc, ring);
-        outputs.template finish<N / 2, N / 2>(acc, num_rows, column, place);
+      uint8_t* place = smem + L::epilogue_at(plan.num_splits, plan.num_stages, group);
+      if (!has_pair) {
+        if constexpr (Mine::kHasState) {
+          mine.template finish<0, N>(acc, state, num_rows, column, place);
+        } else {
+          outputs.template finish<0, N>(acc, num_rows, column, place);
+        }
+        continue;
       }
-      return;
+      if constexpr (!Mine::kHasState) {
+        if (work.split == 0) {
+          exchange<L, N, 0>(acc, ring);
+          outputs.template finish<0, N / 2>(acc, num_rows, column, place);
+        } else {
+          exchange<L, N, 1>(acc, ring);
+          outputs.template finish<N / 2, N / 2>(acc, num_rows, column, place);
+        }
+        return;
+      }
     }
-  }
-  if constexpr (Epilogue::kHasState) mine.template end<N, W>(state, num_rows, places);
+    if constexpr (Mine::kHasState) mine.template end<N, W>(state, num_rows, places);
+  });
 }
 
 }  // namespace dflash::gemm

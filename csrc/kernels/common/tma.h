@@ -164,4 +164,20 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
+// The same, and whether any of the threads says so.
+__device__ __forceinline__ bool named_barrier_or(int id, int threads, bool value) {
+  int any;
+  asm volatile(
+      "{\n"
+      ".reg .pred mine, any;\n"
+      "setp.ne.b32 mine, %3, 0;\n"
+      "bar.red.or.pred any, %1, %2, mine;\n"
+      "selp.b32 %0, 1, 0, any;\n"
+      "}\n"
+      : "=r"(any)
+      : "r"(id), "r"(threads), "r"(int{value})
+      : "memory");
+  return any != 0;
+}
+
 }  // namespace dflash
