@@ -41,7 +41,8 @@ class LogitsRecorder:
 
     def __init__(self, llm: LLM) -> None:
         self.rows: dict[tuple[int, int], set[str]] = {}
-        core, decode, prefill = llm.core, llm.core._runner.decode, llm.core._step.prefill
+        core, runner = llm.core, llm.core._runner
+        decode, prefill = runner.decode, runner.prefill
         self._core = core
 
         def recorded_decode(batch):
@@ -54,7 +55,7 @@ class LogitsRecorder:
             self._record(flow, 1)
             return flow
 
-        core._runner.decode, core._step.prefill = recorded_decode, recorded_prefill
+        runner.decode, runner.prefill = recorded_decode, recorded_prefill
 
     def _record(self, flow, rows_per_req: int) -> None:
         if flow.raw_logits is None:  # nothing is sampled, or the head did it
@@ -113,6 +114,7 @@ def reference():
 @pytest.mark.parametrize("name", VARIANTS)
 def test_logits_are_the_same_bits(name, reference):
     recorder, outputs, llm = record(VARIANTS[name])
+    assert llm.core._runner.captured_prompts
     rows, expected = reference
     assert token_ids(outputs) == expected
     assert set(rows) <= set(recorder.rows)

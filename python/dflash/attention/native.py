@@ -34,7 +34,7 @@ def supports(spec: AttentionSpec) -> Support | Refusal:
         and f"a {spec.kv_dtype} cache under {spec.dtype} queries",
         spec.num_heads % spec.num_kv_heads != 0
         and f"{spec.num_heads} heads do not divide into {spec.num_kv_heads} K/V heads",
-    ) or Support(replayable=True, in_one_graph=True)
+    ) or Support(replayable=True, in_one_graph=True, ragged=True)
 
 
 class NativeAttention(AttentionBackend):

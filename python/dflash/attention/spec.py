@@ -43,12 +43,15 @@ class AttentionSpec:
 class Support:
     """The backend serves the spec.
 
-    What is captured are batches with one query length; ragged ones (prompts) run eagerly in any case.
+    Batches with one query length are captured where both are True, prompts (ragged ones) where `ragged` is, too.
     """
 
     replayable: bool  # a captured launch is valid at other lengths
     in_one_graph: bool  # and needs nothing of the host between replays
     reason: str = ""  # why not, where one of them is False
+    ragged: bool = (
+        False  # all this for any query lengths up to max_query_len, and rows of no request
+    )
 
 
 @dataclass(frozen=True)

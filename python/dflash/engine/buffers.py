@@ -5,32 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import gcd
 
 import torch
 
 from dflash.attention.spec import AttentionBatch
+from dflash.engine.buckets import PromptBucket
 from dflash.engine.request import PrefillChunk, Request, Variant
 from dflash.engine.staging import RequestTable, copy_to, to_device
 
 OUTPUT_RING = 4
-BUCKET_STEP = 8
-"""Batches are padded to 1, 2, 4 or a multiple of this many requests; padded rows cost what live ones do."""
-
-
-def request_buckets(max_reqs: int, multiple: int = 1) -> list[int]:
-    """Numbers of requests that a batch is padded to, ascending: 1, 2, 4, 8, 16, 24, ... up to max_reqs.
-
-    With `multiple`, multiples of it, as small as that allows.
-    """
-    steps = range(BUCKET_STEP, max_reqs, BUCKET_STEP)
-    wanted = {b for b in (1, 2, 4, *steps, max_reqs) if b <= max_reqs}
-    return sorted({-(-b // multiple) * multiple for b in wanted})
-
-
-def request_multiple(num_query_per_req: int, tile_rows: int | None) -> int:
-    """Requests whose verified rows fill whole tiles."""
-    return 1 if tile_rows is None else tile_rows // gcd(num_query_per_req, tile_rows)
 
 
 @dataclass(frozen=True)
@@ -126,8 +109,8 @@ class Batch:
     slot_mapping: torch.Tensor  # int64 [T]
     seq_lens: torch.Tensor  # int32 [R]
     query_start_loc: torch.Tensor  # int32 [R + 1]
-    logits_rows: torch.Tensor | None  # int64 [>= n]: rows that get logits; None = all
-    logits_reqs: torch.Tensor | None  # int64 [n]: whose rows they are, beside logits_rows
+    logits_rows: torch.Tensor | None  # int64 [>= R]: rows that get logits; None = all
+    logits_reqs: torch.Tensor | None  # int64 [R]: whose rows they are, beside logits_rows
     logits_start_loc: torch.Tensor  # int32 [R + 1]
     sampled_token_ids: torch.Tensor  # int64 [R, N + 1]
     num_sampled: torch.Tensor  # int32 [R]
@@ -149,8 +132,11 @@ class Batch:
 class BatchBuffers:
     """Backing store of every Batch, at its largest size.
 
-    With tile_rows every batch has a multiple of it of rows, and as many that get logits: padded requests, inert, and
-    logits of row 0 that no one reads.
+    Padded requests are inert (state -1, no rows of a prompt, no keys); rows that pad prompts are behind those of all
+    requests and stored nowhere; what pads the rows that get logits is row 0, and no one reads it.
+
+    Args:
+        tile_rows: every batch has a multiple of it of rows, and as many that get logits.
     """
 
     def __init__(
@@ -199,8 +185,8 @@ class BatchBuffers:
         rows = num_reqs * self.num_query_per_req
         return self._batch(num_reqs, rows, self.num_query_per_req, variant)
 
-    def prefill(self, chunks: Sequence[PrefillChunk]) -> Batch:
-        """A prompt batch; the last row of a chunk that samples gets logits."""
+    def prefill(self, chunks: Sequence[PrefillChunk], bucket: PromptBucket | None = None) -> Batch:
+        """A prompt batch; the last row of a chunk that samples gets logits. Padded to `bucket`, or to whole tiles."""
         requests = [chunk.request for chunk in chunks]
         ids, positions, slots, ends, sample_rows = [], [], [], [0], []
         for chunk in chunks:
@@ -210,37 +196,27 @@ class BatchBuffers:
             slots += [self._slot(chunk.request.blocks, p) for p in where]
             ends.append(len(ids))
             sample_rows += [len(ids) - 1] if chunk.samples else []
+        if bucket is None:
+            longest = max(chunk.length for chunk in chunks)
+            bucket = PromptBucket(self._padded(len(ids)), len(chunks))
+        else:
+            longest = bucket.num_rows
+        num_rows, num_reqs = bucket.num_rows, bucket.num_reqs
         samples = [chunk.samples for chunk in chunks]
+        self.requests.send(requests, num_reqs)
+        copy_to(self.input_ids, ids, num_rows, 0)
+        copy_to(self.positions, positions, num_rows, 0)
+        copy_to(self.slot_mapping, slots, num_rows, -1)
+        copy_to(self.query_start_loc, ends, num_reqs + 1, len(ids))
         seq_lens = [chunk.start + chunk.length for chunk in chunks]
-        longest = max(chunk.length for chunk in chunks)
-        num_padded = self._padded(len(ids)) - len(ids)
-        if num_padded:  # one more request, inert
-            ids += [0] * num_padded
-            positions += [0] * num_padded
-            slots += [-1] * num_padded
-            ends.append(len(ids))
-            samples.append(False)
-            seq_lens.append(0)
-            longest = max(longest, num_padded)
-        self.requests.send(requests, len(seq_lens))
-        copy_to(self.input_ids, ids)
-        copy_to(self.positions, positions)
-        copy_to(self.slot_mapping, slots)
-        copy_to(self.query_start_loc, ends)
-        copy_to(self.seq_lens, seq_lens)
-        copy_to(
-            self.logits_rows,
-            sample_rows + [0] * (self._padded(len(sample_rows)) - len(sample_rows)),
-        )
-        copy_to(self.logits_reqs, [r for r, sample in enumerate(samples) if sample])
-        copy_to(self.logits_start_loc, [sum(samples[:r]) for r in range(len(samples) + 1)])
-        return self._batch(
-            len(seq_lens),
-            len(ids),
-            longest,
-            Variant.of(requests, drafts=all(chunk.is_last for chunk in chunks)),
-            len(sample_rows),
-        )
+        copy_to(self.seq_lens, seq_lens, num_reqs, 0)
+        copy_to(self.logits_rows, sample_rows, self._padded(num_reqs), 0)
+        logits_reqs = [r for r, sample in enumerate(samples) if sample]
+        copy_to(self.logits_reqs, logits_reqs, num_reqs, 0)
+        logits_ends = [sum(samples[:r]) for r in range(len(samples) + 1)]
+        copy_to(self.logits_start_loc, logits_ends, num_reqs + 1, logits_ends[-1])
+        variant = Variant.of(requests, drafts=all(chunk.is_last for chunk in chunks))
+        return self._batch(num_reqs, num_rows, longest, variant, all_rows=False)
 
     def _padded(self, count: int) -> int:
         """The next multiple of tile_rows."""
@@ -252,16 +228,10 @@ class BatchBuffers:
         return blocks[block] * self.kv_block_size + offset
 
     def _batch(
-        self,
-        reqs: int,
-        rows: int,
-        max_query_len: int,
-        variant: Variant,
-        num_logits: int | None = None,
+        self, reqs: int, rows: int, max_query_len: int, variant: Variant, all_rows: bool = True
     ) -> Batch:
-        """num_logits: rows that get logits, None for all."""
-        some = num_logits is not None
-        logits_start_loc = self.logits_start_loc if some else self.query_start_loc
+        """all_rows: get logits; else those in logits_rows."""
+        logits_start_loc = self.query_start_loc if all_rows else self.logits_start_loc
         return Batch(
             num_reqs=reqs,
             num_rows=rows,
@@ -275,8 +245,8 @@ class BatchBuffers:
             slot_mapping=self.slot_mapping[:rows],
             seq_lens=self.seq_lens[:reqs],
             query_start_loc=self.query_start_loc[: reqs + 1],
-            logits_rows=self.logits_rows[: self._padded(num_logits)] if some else None,
-            logits_reqs=self.logits_reqs[:num_logits] if some else None,
+            logits_rows=None if all_rows else self.logits_rows[: self._padded(reqs)],
+            logits_reqs=None if all_rows else self.logits_reqs[:reqs],
             logits_start_loc=logits_start_loc[: reqs + 1],
             sampled_token_ids=self.sampled_token_ids[:reqs],
             num_sampled=self.num_sampled[:reqs],

@@ -14,9 +14,10 @@ from dflash.checkpoints.weights import TargetWeights, load_target
 from dflash.devices import on_device
 from dflash.engine.admission import Limits
 from dflash.engine.args import DTYPES, EngineArgs, cache_dtype, resolve_device
-from dflash.engine.buffers import BatchBuffers, RequestState, request_buckets, request_multiple
+from dflash.engine.buckets import request_buckets, request_multiple
+from dflash.engine.buffers import BatchBuffers, RequestState
 from dflash.engine.core import Core
-from dflash.engine.graphs import GraphRunner, num_steps_ahead
+from dflash.engine.graphs import GraphRunner, choose_prompt_buckets, num_steps_ahead
 from dflash.engine.kv_cache import BlockPool
 from dflash.engine.memory import (
     MemoryProfile,
@@ -207,12 +208,9 @@ def _assemble(
     device, max_model_len = settings.device, settings.max_model_len
     num_query_per_req = n + 1
     tile_rows = target.padded_rows
+    # Padded: whole tiles of verified rows, and of prompts'.
     multiple = request_multiple(num_query_per_req, tile_rows)
-    # Padded: whole tiles of verified rows; a prefill has one more request to fill its last tile.
-    max_reqs = max(
-        request_buckets(args.max_num_seqs, multiple)[-1],
-        args.max_num_seqs + (tile_rows is not None),
-    )
+    max_reqs = request_buckets(args.max_num_seqs, multiple)[-1]
     max_rows = max(args.max_num_batched_tokens + (tile_rows or 0), max_reqs * num_query_per_req)
     steps_ahead = num_steps_ahead(device)
     # Blocks in flight may reach past max_model_len: columns, never blocks.
@@ -232,11 +230,12 @@ def _assemble(
         head = target.lm_head
         shape = max_reqs * num_query_per_req, head.shape[0]
         raw_logits = head.new_empty(shape, dtype=logits_dtype(head))
-    profile = profile_memory(
-        args, device, target, speculator,
-        [state, sampling, buffers, speculator, taps, raw_logits], max_rows, num_query_per_req,
-    )  # fmt: skip
     models = [target, *(speculator.models if speculator else ())]
+    prompt_buckets = choose_prompt_buckets(args, device, [m.decoder for m in models], tile_rows)
+    profile = profile_memory(
+        args, device, target, speculator, [state, sampling, buffers, speculator, taps, raw_logits],
+        max_rows, num_query_per_req, prompt_buckets,
+    )  # fmt: skip
     block_bytes = sum(model.decoder.cache_bytes(args.kv_block_size) for model in models)
     num_blocks = choose_num_blocks(args, device, profile, block_bytes, max_blocks)
     for model in models:
@@ -256,7 +255,7 @@ def _assemble(
     pacer = PrefillPacer(
         None if target_ms is None else target_ms / 1e3, args.max_num_batched_tokens
     )
-    runner = GraphRunner(step, buffers, args.max_num_seqs, args.enforce_eager)
+    runner = GraphRunner(step, buffers, args.max_num_seqs, args.enforce_eager, prompt_buckets)
     limits = Limits(max_model_len, vocab_size, target.config.eos_token_ids, args.seed)
     core = Core(runner, scheduler, pacer, limits)
     names = {"target": _backends(target)} | ({"draft": _backends(drafter)} if drafter else {})

@@ -205,8 +205,8 @@ class Core:
     def _prefill(self, chunks: list[PrefillChunk]) -> Flight:
         timer = PassTimer(self._runner.on_gpu)
         sampled = [chunk.request for chunk in chunks if chunk.samples]
-        batch = self._buffers.prefill(chunks)
-        flow = self._step.prefill(batch)
+        batch = self._buffers.prefill(chunks, self._runner.prompt_bucket(chunks))
+        flow = self._runner.prefill(batch)
         for chunk in chunks:
             self.scheduler.prefilled(chunk)  # later passes run behind this one
         return self._flight(sampled, 1, flow, timer, chunks)

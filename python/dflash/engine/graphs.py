@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The iteration as CUDA graphs: one for each number of requests and kind of sampling."""
+"""Iterations and passes over short prompts as CUDA graphs: one for each size and kind of sampling."""
 
 from __future__ import annotations
 
@@ -15,14 +15,25 @@ import torch
 from rich.progress import track
 
 from dflash.attention.spec import AttentionBatch, CaptureLimits
-from dflash.engine.buffers import Batch, BatchBuffers, request_buckets, request_multiple
+from dflash.engine.args import EngineArgs
+from dflash.engine.buckets import (
+    PromptBucket,
+    find_prompt_bucket,
+    prompt_buckets,
+    request_buckets,
+    request_multiple,
+)
+from dflash.engine.buffers import Batch, BatchBuffers
 from dflash.engine.memory import gib
-from dflash.engine.request import Variant
-from dflash.engine.step import Flow, Part, Step
+from dflash.engine.request import PrefillChunk, Variant
+from dflash.engine.step import Flow, Part, Step, run_parts
 from dflash.log import log_once
 from dflash.models.decoder import Decoder
 
 logger = logging.getLogger("dflash")
+
+Bucket = int | PromptBucket
+"""Requests of an iteration, or what a prompt batch is padded to."""
 
 
 @dataclass
@@ -58,7 +69,7 @@ class CapturedStep:
         return captured
 
     def replay(self, variant: Variant) -> Flow:
-        """One iteration over the batch that the buffers hold."""
+        """The parts over the batch that the buffers hold."""
         flow = replace(self.flow, batch=replace(self.flow.batch, variant=variant))
         for segment in self.segments:
             if isinstance(segment, torch.cuda.CUDAGraph):
@@ -82,17 +93,37 @@ def num_steps_ahead(device: torch.device) -> int:
     return 1 if device.type == "cuda" else 0
 
 
+def choose_prompt_buckets(
+    args: EngineArgs, device: torch.device, decoders: Sequence[Decoder], tile_rows: int | None
+) -> list[PromptBucket]:
+    """What prompts are padded to, captured or not: nothing on a CPU, or where a backend plans prompts on the host."""
+    if device.type != "cuda":
+        return []
+    reasons = [decoder.prompts_eager_reason for decoder in decoders]
+    reason = next((reason for reason in reasons if reason is not None), None)
+    if reason is not None:
+        log_once(f"prompts are not captured: {reason}", logging.INFO)
+        return []
+    return prompt_buckets(args.max_num_batched_tokens, args.max_num_seqs, tile_rows)
+
+
 class GraphRunner:
-    """Runs iterations: padded to a bucket, replayed where it was captured, else the same callable eagerly.
+    """Runs passes: padded to a bucket, replayed where it was captured, else the same callable eagerly.
 
     Args:
         step, buffers: what is captured, at their addresses.
         max_reqs: the largest batch.
         enforce_eager: capture nothing.
+        prompt_buckets: what passes over the last rows of prompts are padded to, ascending; others run as they are.
     """
 
     def __init__(
-        self, step: Step, buffers: BatchBuffers, max_reqs: int, enforce_eager: bool
+        self,
+        step: Step,
+        buffers: BatchBuffers,
+        max_reqs: int,
+        enforce_eager: bool,
+        prompt_buckets: Sequence[PromptBucket] = (),
     ) -> None:
         self.step = step
         self.buffers = buffers
@@ -102,7 +133,9 @@ class GraphRunner:
         multiple = request_multiple(buffers.num_query_per_req, buffers.tile_rows)
         pads = self.on_gpu or multiple > 1
         self.buckets = request_buckets(max_reqs, multiple) if pads else []
+        self.prompt_buckets = list(prompt_buckets)
         self.captured: dict[tuple[int, bool], CapturedStep] = {}
+        self.captured_prompts: dict[tuple[PromptBucket, bool], CapturedStep] = {}
         self.num_bytes = 0
         if self.on_gpu and not enforce_eager:
             self._capture()
@@ -111,11 +144,27 @@ class GraphRunner:
         """Requests that a batch of num_reqs is padded to; a CPU pads nothing unless it has to fill tiles."""
         return next((b for b in self.buckets if b >= num_reqs), num_reqs)
 
+    def prompt_bucket(self, chunks: Sequence[PrefillChunk]) -> PromptBucket | None:
+        """What a batch of chunks is padded to; None for more than any bucket holds, and for the middle of a prompt."""
+        if not all(chunk.is_last for chunk in chunks):
+            return None
+        num_rows = sum(chunk.length for chunk in chunks)
+        return find_prompt_bucket(self.prompt_buckets, num_rows, len(chunks))
+
     def decode(self, batch: Batch) -> Flow:
         """One iteration of a padded batch."""
         captured = self.captured.get((batch.num_reqs, self.step.needs_all_logits(batch)))
-        if captured is None:
-            return self.step.decode(batch)
+        return self.step.decode(batch) if captured is None else self._replay(captured, batch)
+
+    def prefill(self, batch: Batch) -> Flow:
+        """A prompt batch, padded where it has a bucket."""
+        captured = None
+        if batch.variant.drafts:
+            bucket = PromptBucket(batch.num_rows, batch.num_reqs)
+            captured = self.captured_prompts.get((bucket, self.step.needs_all_logits(batch)))
+        return self.step.prefill(batch) if captured is None else self._replay(captured, batch)
+
+    def _replay(self, captured: CapturedStep, batch: Batch) -> Flow:
         with torch.inference_mode():
             for decoder, attention in self._captured_forwards(batch):
                 decoder.prepare_replay(attention)
@@ -127,47 +176,65 @@ class GraphRunner:
     def _capture(self) -> None:
         self._say_what_stays_eager()
         started, before = time.perf_counter(), _free_bytes()
-        largest = self.buffers.verify_batch(self.buckets[-1], Variant())
-        forwards = self.step.forwards(largest)
+        # The largest first: the smaller ones live in its memory.
+        buckets = sorted([*self.buckets, *self.prompt_buckets], key=self._size_of, reverse=True)
+        forwards = [f for bucket in buckets for f in self.step.forwards(self._of_nobody(bucket))]
         for decoder in {id(decoder): decoder for decoder, _ in forwards}.values():
             decoder.init_capture(_limits([a for other, a in forwards if other is decoder]))
         pool = torch.cuda.graph_pool_handle()
-        # The largest first: the smaller ones live in its memory.
-        keys = [(b, processes) for b in reversed(self.buckets) for processes in (True, False)]
+        keys = [(bucket, processes) for bucket in buckets for processes in (True, False)]
         for key in track(keys, "capturing CUDA graphs", transient=True, disable=not _visible()):
-            captured = self._try_capture(*key, pool)
-            if captured is not None:
-                self.captured[key] = captured
-                continue
-            torch.cuda.empty_cache()
-            logger.warning(
-                "no memory for the CUDA graph of %d requests: batches of that size run eagerly; "
-                "lower gpu_memory_utilization to leave room",
-                key[0],
-            )
+            self._try_capture(*key, pool)
         self.num_bytes = max(0, before - _free_bytes())
         logger.info(
-            "captured %d CUDA graphs in %.1f s, %s: up to %d requests",
-            len(self.captured), time.perf_counter() - started, gib(self.num_bytes),
-            max((bucket for bucket, _ in self.captured), default=0),
+            "captured %d CUDA graphs in %.1f s, %s: %d iterations of up to %d requests, "
+            "%d passes over up to %d prompt tokens",
+            len(self.captured) + len(self.captured_prompts),
+            time.perf_counter() - started, gib(self.num_bytes),
+            len(self.captured), max((bucket for bucket, _ in self.captured), default=0),
+            len(self.captured_prompts),
+            max((bucket.num_rows for bucket, _ in self.captured_prompts), default=0),
         )  # fmt: skip
 
-    def _try_capture(self, bucket: int, processes_logits: bool, pool: Any) -> CapturedStep | None:
-        """None without memory for it; on return nothing holds what there was."""
+    def _try_capture(self, bucket: Bucket, processes_logits: bool, pool: Any) -> None:
         try:
-            return self._capture_one(bucket, processes_logits, pool)
+            captured = self._capture_one(bucket, processes_logits, pool)
         except torch.cuda.OutOfMemoryError:
-            return None
+            captured = None  # past this block nothing holds what there was
+        if captured is None:
+            torch.cuda.empty_cache()
+            logger.warning(
+                "no memory for the CUDA graph of %s: batches of that size run eagerly; "
+                "lower gpu_memory_utilization to leave room",
+                bucket if isinstance(bucket, PromptBucket) else f"{bucket} requests",
+            )
+        elif isinstance(bucket, PromptBucket):
+            self.captured_prompts[bucket, processes_logits] = captured
+        else:
+            self.captured[bucket, processes_logits] = captured
 
     @torch.inference_mode()
-    def _capture_one(self, bucket: int, processes_logits: bool, pool: Any) -> CapturedStep:
-        self.buffers.requests.send([], bucket)  # nobody: every row is inert
-        batch = self.buffers.verify_batch(bucket, Variant(processes_logits))
-        self.step.decode(batch)  # libraries make their handles and workspaces outside the graph
+    def _capture_one(self, bucket: Bucket, processes_logits: bool, pool: Any) -> CapturedStep:
+        is_prompt = isinstance(bucket, PromptBucket)
+        parts = self.step.sample_parts if is_prompt else self.step.decode_parts
+        batch = replace(self._of_nobody(bucket), variant=Variant(processes_logits))
+        run_parts(parts, Flow(batch))  # libraries make handles and workspaces outside the graph
         for decoder, attention in self._captured_forwards(batch):
             decoder.prepare_capture(attention)
         torch.cuda.synchronize()
-        return CapturedStep.capture(self.step.decode_parts, batch, pool)
+        return CapturedStep.capture(parts, batch, pool)
+
+    def _of_nobody(self, bucket: Bucket) -> Batch:
+        """A batch of that size; every row is inert."""
+        if isinstance(bucket, PromptBucket):
+            return self.buffers.prefill([], bucket)
+        return self.buffers.decode([], bucket)
+
+    def _size_of(self, bucket: Bucket) -> tuple[int, int]:
+        """Rows and requests."""
+        if isinstance(bucket, PromptBucket):
+            return bucket.num_rows, bucket.num_reqs
+        return bucket * self.buffers.num_query_per_req, bucket
 
     def _say_what_stays_eager(self) -> None:
         for part in self._eager_parts():
@@ -180,15 +247,14 @@ class GraphRunner:
         return (part for part in self.step.decode_parts if part.eager_reason is not None)
 
 
-def _limits(largest: Sequence[AttentionBatch]) -> CaptureLimits:
-    """Of one decoder, which may run batches of several shapes."""
-    num_reqs, num_blocks = largest[0].block_table.shape
+def _limits(batches: Sequence[AttentionBatch]) -> CaptureLimits:
+    """Of one decoder."""
     return CaptureLimits(
-        max_reqs=num_reqs,
-        max_rows=max(attention.positions.shape[0] for attention in largest),
-        max_query_len=max(attention.max_query_len for attention in largest),
-        max_seq_len=max(attention.max_seq_len for attention in largest),
-        max_blocks_per_req=num_blocks,
+        max_reqs=max(attention.block_table.shape[0] for attention in batches),
+        max_rows=max(attention.positions.shape[0] for attention in batches),
+        max_query_len=max(attention.max_query_len for attention in batches),
+        max_seq_len=max(attention.max_seq_len for attention in batches),
+        max_blocks_per_req=batches[0].block_table.shape[1],
     )
 
 

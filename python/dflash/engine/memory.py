@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 
 import torch
 
 from dflash.engine.args import EngineArgs
-from dflash.engine.buffers import request_buckets
+from dflash.engine.buckets import PromptBucket, request_buckets
 from dflash.errors import DflashError
 from dflash.models.drafter import Drafter
 from dflash.models.linear import logits_dtype
@@ -126,6 +126,7 @@ def profile_memory(
     buffers: list[object],
     max_rows: int,
     num_query_per_req: int,
+    prompt_buckets: Sequence[PromptBucket] = (),
 ) -> MemoryProfile:
     """Counts everything but the caches; weights and buffers exist already."""
     models = [target, *(speculator.models if speculator else ())]
@@ -145,8 +146,10 @@ def profile_memory(
     sampled += speculator.logits_bytes(args.max_num_seqs) if speculator else 0
     logprobs = num_logits * 4
     # All graphs share the memory of the largest one's intermediate tensors; each has its nodes.
-    graphs = sampled + max(_activation_bytes(model, args.max_num_seqs * q) for model in models)
-    graphs += GRAPH_BYTES * 2 * len(request_buckets(args.max_num_seqs))
+    graph_rows = max([args.max_num_seqs * q, *(bucket.num_rows for bucket in prompt_buckets)])
+    graphs = sampled + max(_activation_bytes(model, graph_rows) for model in models)
+    num_buckets = len(request_buckets(args.max_num_seqs)) + len(prompt_buckets)
+    graphs += GRAPH_BYTES * 2 * num_buckets
     return MemoryProfile(
         limit=int(total * (args.gpu_memory_utilization - ALLOCATOR_SLACK)),
         others=others,

@@ -68,9 +68,9 @@ def to_device(values: list, dtype: torch.dtype, device: torch.device) -> torch.T
     return host.to(device, non_blocking=True)
 
 
-def copy_to(buffer: torch.Tensor, values: list) -> None:
-    """The leading part of a device buffer from host values, without waiting."""
-    if values:
-        pinned = buffer.device.type == "cuda"
-        host = torch.tensor(values, dtype=buffer.dtype, pin_memory=pinned)
-        buffer[: len(values)].copy_(host, non_blocking=True)
+def copy_to(buffer: torch.Tensor, values: list[int], size: int, padding: int) -> None:
+    """The leading `size` entries of a device buffer from host values and padding, without waiting."""
+    pinned = buffer.device.type == "cuda"
+    padded = values + [padding] * (size - len(values))
+    host = torch.tensor(padded, dtype=buffer.dtype, pin_memory=pinned)
+    buffer[:size].copy_(host, non_blocking=True)

@@ -110,10 +110,8 @@ class Step:
 
     def samples_in_head(self, batch: Batch) -> bool:
         """Whether the head's GEMM leaves tokens and no logits: of so many rows, nothing but a temperature asked for."""
-        variant, rows = batch.variant, batch.num_rows
-        if batch.logits_rows is not None:
-            rows = batch.logits_rows.shape[0]
-        if not self.target.samples_in_head(rows) or variant.num_logprobs is not None:
+        variant = batch.variant
+        if not self._fits_head(batch) or variant.num_logprobs is not None:
             return False
         return not variant.processes_logits or (
             variant.is_plain and self.method in ("match", "synthetic")
@@ -123,8 +121,14 @@ class Step:
         """Which of a bucket's two graphs serves: one has what any request may ask for, the other what greedy needs."""
         if self.samples_in_head(batch):
             return False
-        variant, fits = batch.variant, self.target.samples_in_head(batch.num_rows)
-        return variant.processes_logits or (fits and variant.num_logprobs is not None)
+        variant = batch.variant
+        asks_logprobs = variant.num_logprobs is not None
+        return variant.processes_logits or (asks_logprobs and self._fits_head(batch))
+
+    def _fits_head(self, batch: Batch) -> bool:
+        """Whether the head's GEMM samples as many rows as get logits."""
+        rows = batch.num_rows if batch.logits_rows is None else batch.logits_rows.shape[0]
+        return self.target.samples_in_head(rows)
 
     def rows(self, flow: Flow) -> None:
         """[bonus, d_1..d_N] of every request, from the state."""

@@ -82,6 +82,7 @@ class Decoder:
         self.value_scale = value_scale
         self.kv_dtype = settings.kv_dtype
         self.tile_rows = settings.tile_rows
+        self.query_shape = settings.query_shape
         self.rope_table = cos_sin_cache(config.rope, settings.max_model_len, settings.device)
         self.caches: list[LayerCache] = []
         self.cache_scales: torch.Tensor | None = None  # float32 [L], of fp8 caches: K's and V's
@@ -102,6 +103,17 @@ class Decoder:
             if not (support.replayable and support.in_one_graph):
                 return f"attention backend {self.backend_names[group]}: {support.reason}"
         return None
+
+    @property
+    def prompts_eager_reason(self) -> str | None:
+        """Why a forward of prompts cannot stand in a graph; None when it can, or when none comes."""
+        if self.query_shape != "ragged":
+            return None
+        for group, support in self.support.items():
+            if not support.ragged:
+                reason = support.reason or "captured for one query length only"
+                return f"attention backend {self.backend_names[group]}: {reason}"
+        return self.eager_reason
 
     def prepare(self, batch: AttentionBatch) -> None:
         """Host work of the backends before an eager forward."""
