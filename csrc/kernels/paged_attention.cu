@@ -20,6 +20,7 @@ namespace {
 using namespace attention;
 
 constexpr int kMaxWarpSplits = 16;
+constexpr int kManyKeys = 16384, kLoneManyKeys = 32768;
 
 int64_t ceil_div64(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -42,14 +43,22 @@ int few_ctas(const PagedAttentionParams& p, int64_t tiles) {
   return num_ctas;
 }
 
-// Where there may be many keys: clusters of five share SMs well, larger and even ones wait for each
-// other, and a lone request's take all SMs (docs/performance.md).
+// Where there may be many keys, what their meeting costs is repaid. Clusters of five lie well on the
+// SMs, larger and even ones wait for each other there (docs/performance.md).
 template <typename L>
-int many_ctas(const PagedAttentionParams& p, int64_t tiles, int few) {
+int choose_num_ctas(const PagedAttentionParams& p, int64_t tiles) {
   const int64_t sms = device_properties().num_sms;
-  if (!L::kWgmma || p.mask.max_keys < kManyKeys) return few;
-  if (kMaxCtas * tiles <= sms) return kMaxCtas;
-  return 5 * tiles <= 5 * sms / 2 ? std::max(few, 5) : few;
+  const int num_ctas = few_ctas<L>(p, tiles);
+  if (!L::kWgmma || p.mask.max_keys < kManyKeys) return num_ctas;
+  if (kMaxCtas * tiles <= sms) return p.mask.max_keys < kLoneManyKeys ? num_ctas : kMaxCtas;
+  return sms < 5 * tiles && 2 * tiles <= sms ? 5 : num_ctas;
+}
+
+template <typename L>
+void set_ctas(Plan& plan, int num_ctas) {
+  plan.ctas = Divisor(num_ctas);
+  plan.num_splits = num_ctas * L::kWarpsN;
+  plan.share = (L::kM + num_ctas - 1) / num_ctas;
 }
 
 template <typename L>
@@ -63,8 +72,7 @@ Plan make_plan(const PagedAttentionParams& p) {
       std::max<int64_t>(ceil_div64(p.num_rows * ratio, L::kM), std::min(p.num_rows, p.num_reqs)) *
       p.num_kv_heads;
   Plan plan;
-  plan.few_ctas = p.num_splits > 0 ? p.num_splits / L::kWarpsN : few_ctas<L>(p, tiles);
-  plan.ctas = Divisor(p.num_splits > 0 ? plan.few_ctas : many_ctas<L>(p, tiles, plan.few_ctas));
+  set_ctas<L>(plan, p.num_splits > 0 ? p.num_splits / L::kWarpsN : choose_num_ctas<L>(p, tiles));
   plan.ratio = Divisor(static_cast<int>(ratio));
   plan.page = Divisor(p.kv_block_size);
   plan.query_aligned = aligned_to(16, p.query, {p.query_strides.row * 2, p.query_strides.head * 2});
@@ -101,23 +109,23 @@ cudaError_t launch_tiles(const PagedAttentionParams& p, cudaStream_t stream) {
 
   cudaLaunchAttribute attributes[2]{{}, overlap_attribute()};
   attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim.x = plan.ctas.divisor;
+  attributes[0].val.clusterDim.x = plan.num_ctas();
   attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
   const int64_t packed_rows =
       static_cast<int64_t>(p.max_query_len) * (p.num_heads / p.num_kv_heads);
   const int64_t tiles = ceil_div64(packed_rows, L::kM);
   cudaLaunchConfig_t config{};
   config.gridDim =
-      dim3(static_cast<unsigned>(tiles * plan.ctas.divisor), p.num_kv_heads, p.num_reqs);
+      dim3(static_cast<unsigned>(tiles * plan.num_ctas()), p.num_kv_heads, p.num_reqs);
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = L::kSmemBytes;
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = 2;
-  if (plan.ctas.divisor > kPortableCtas && !has_room(kernel, config)) {
-    plan.ctas = Divisor(plan.few_ctas);
-    attributes[0].val.clusterDim.x = plan.ctas.divisor;
-    config.gridDim.x = static_cast<unsigned>(tiles * plan.ctas.divisor);
+  if (plan.num_ctas() > kPortableCtas && !has_room(kernel, config)) {
+    set_ctas<L>(plan, kPortableCtas);
+    attributes[0].val.clusterDim.x = plan.num_ctas();
+    config.gridDim.x = static_cast<unsigned>(tiles * plan.num_ctas());
   }
   return cudaLaunchKernelEx(&config, kernel, p, plan);
 }

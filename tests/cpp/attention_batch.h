@@ -26,6 +26,7 @@ struct AttentionShape {
   int num_splits = 0;
   bool portable = false;
   int num_spare_rows = 3;  // past query_start_loc's end
+  int max_keys = 0;  // of the mask, where there may be more than the block table's
 };
 
 template <typename T, typename CacheT>
@@ -132,8 +133,8 @@ PagedAttentionParams AttentionBatch<T, CacheT>::params(Place&& place) {
   p.num_splits = shape.num_splits;
   p.portable = shape.portable;
   p.scale = 1.0f / std::sqrt(static_cast<float>(d));
-  p.mask = {std::min(max_seq_len, max_blocks * shape.kv_block_size), shape.causal,
-            shape.window_left, shape.window_right};
+  p.mask = {std::max(std::min(max_seq_len, max_blocks * shape.kv_block_size), shape.max_keys),
+            shape.causal, shape.window_left, shape.window_right};
   p.dtype = dtype_of<T>();
   p.kv_dtype = dtype_of<CacheT>();
   return p;

@@ -13,19 +13,21 @@ namespace dflash::attention {
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
 
-constexpr int kMaxCtas = 16;       // of a cluster
-constexpr int kPortableCtas = 8;   // that every device has room for
-constexpr int kManyKeys = 3072;
+constexpr int kMaxCtas = 16;      // of a cluster
+constexpr int kPortableCtas = 8;  // that every device has room for
 
 constexpr int ctas_per_sm(bool wgmma) { return wgmma ? 3 : 2; }
 
 // What the host decides for a launch.
 struct Plan {
-  Divisor ctas;   // of a cluster, to which many keys are dealt
-  int few_ctas;   // of them, to which fewer keys are
+  Divisor ctas;  // of a cluster: more than one where there are splits
+  int num_splits;
+  int share;      // rows of a tile that a CTA merges, the last fewer
   Divisor ratio;  // heads of a K/V group
   Divisor page;
   bool query_aligned, cache_aligned, output_aligned;
+
+  DFLASH_HOST_DEVICE int num_ctas() const { return static_cast<int>(ctas.divisor); }
 };
 
 template <int D, int kWarpsM, bool kWithWgmma>
@@ -67,13 +69,10 @@ struct Tile {
 struct Work {
   Request request;
   int kv_head;
-  int first_row;   // packed
-  int num_rows;    // packed, of the request
-  KeyRange keys;   // of the tile
-  int num_ctas;    // that the keys are dealt to: the first of the cluster
-  int num_splits;
-  int share;       // rows that a CTA merges, the last fewer
-  Deal deal;       // steps of this CTA
+  int first_row;  // packed
+  int num_rows;   // packed, of the request
+  KeyRange keys;  // of the tile
+  Deal deal;      // steps of this CTA
 };
 
 template <typename L>
@@ -88,12 +87,7 @@ __device__ __forceinline__ Work find_work(const PagedAttentionParams& p, const P
   const int last_row = min(w.first_row + L::kM, w.num_rows) - 1;
   w.keys = tile_keys(p.mask, w.request.seq_len, w.request.query_len,
                      plan.ratio.quotient(w.first_row), plan.ratio.quotient(max(last_row, 0)));
-  // Absolute positions decide here too: what a row gives depends on its own keys.
-  w.num_ctas = w.keys.end - w.keys.begin < kManyKeys ? plan.few_ctas
-                                                     : static_cast<int>(plan.ctas.divisor);
-  w.num_splits = w.num_ctas * L::kWarpsN;
-  w.share = (L::kM + w.num_ctas - 1) / w.num_ctas;
-  w.deal = deal_steps(w.keys, L::kStepKeys, w.num_ctas, rank);
+  w.deal = deal_steps(w.keys, L::kStepKeys, plan.num_ctas(), rank);
   return w;
 }
 
@@ -110,28 +104,28 @@ __device__ __forceinline__ float2* state_of(uint8_t* smem, int i) {
 
 // Rows of the tile that CTA `rank` merges.
 template <typename L>
-__device__ __forceinline__ int share_of(const Work& w, int rank) {
-  return min(w.share, L::kM - rank * w.share);
+__device__ __forceinline__ int share_of(const Plan& plan, int rank) {
+  return min(plan.share, L::kM - rank * plan.share);
 }
 
 // Before the cluster meets: the barrier that counts the results of all splits.
 template <typename L, int D>
-__device__ __forceinline__ void expect_results(const Work& w, int rank, uint32_t barrier) {
+__device__ __forceinline__ void expect_results(const Plan& plan, int rank, uint32_t barrier) {
   mbarrier_init(barrier, 1);
   mbarrier_init_fence();
-  mbarrier_arrive_expect(barrier, share_of<L>(w, rank) * w.num_splits * (4 * D + 8));
+  mbarrier_arrive_expect(barrier, share_of<L>(plan, rank) * plan.num_splits * (4 * D + 8));
 }
 
 // A warp's softmax state and accumulators, each row to the CTA that merges it.
 template <typename L, int D>
-__device__ __forceinline__ void send_results(const Work& w, uint8_t* smem, int split, int warp_row,
-                                             const RowState (&rows)[2],
+__device__ __forceinline__ void send_results(const Plan& plan, uint8_t* smem, int split,
+                                             int warp_row, const RowState (&rows)[2],
                                              const float (&acc)[D / 8][4]) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int m = warp_row + lane / 4 + 8 * half, rank = m / w.share;
-    const int i = split * share_of<L>(w, rank) + m - rank * w.share;
+    const int m = warp_row + lane / 4 + 8 * half, rank = m / plan.share;
+    const int i = split * share_of<L>(plan, rank) + m - rank * plan.share;
     float l = rows[half].l;
     l += __shfl_xor_sync(0xffffffffu, l, 1);
     l += __shfl_xor_sync(0xffffffffu, l, 2);
@@ -220,18 +214,18 @@ template <typename T, int D, typename L>
 __device__ __forceinline__ void merge_rows(const PagedAttentionParams& p, const Plan& plan,
                                            const Work& w, uint8_t* smem, int rank) {
   constexpr int kUnroll = 4;  // splits
-  const int share = share_of<L>(w, rank);
+  const int share = share_of<L>(plan, rank);
   for (int i = threadIdx.x; i < (D / 4) * share; i += kThreads) {
     const int r = i / (D / 4), column = i % (D / 4) * 4;
-    const int packed = w.first_row + rank * w.share + r;
+    const int packed = w.first_row + rank * plan.share + r;
     if (packed >= w.num_rows) break;
     float top = kNothing;
 #pragma unroll kUnroll
-    for (int split = 0; split < w.num_splits; ++split)
+    for (int split = 0; split < plan.num_splits; ++split)
       top = fmaxf(top, state_of<L>(smem, split * share + r)->x);
     float l = 0.0f, sum[4] = {};
 #pragma unroll kUnroll
-    for (int split = 0; split < w.num_splits; ++split) {
+    for (int split = 0; split < plan.num_splits; ++split) {
       const int from = split * share + r;
       const float2 state = *state_of<L>(smem, from);
       const Vec<float, 4> part = load_vec<4>(accumulators<L>(smem, from) + column);

@@ -114,8 +114,7 @@ __global__ void __launch_bounds__(kThreads, ctas_per_sm(kWgmma))
   let_successor_start();
   const int rank = plan.ctas.remainder(blockIdx.x);
   Stager<T, D, L, kFp8> stager(p, plan, smem);
-  // Without a window, and with few keys, the first steps are known before the lengths: one latency
-  // for both.
+  // Without a window the first steps are known before the lengths: one latency for both.
   const bool starts_at_0 = p.mask.window_left < 0;
   int32_t block[L::kSlotsPerThread];
 #pragma unroll
@@ -124,16 +123,15 @@ __global__ void __launch_bounds__(kThreads, ctas_per_sm(kWgmma))
       block[j] = stager.find_block(stager.key_of(rank, 0, threadIdx.x + j * kThreads));
   }
   const Work w = find_work<L>(p, plan, rank);
-  if (w.first_row >= w.num_rows || rank >= w.num_ctas) return;
+  if (w.first_row >= w.num_rows) return;
 
   const uint32_t results = smem_address(smem + L::kBarrierAt);
-  if (threadIdx.x == 0 && w.num_splits > 1) expect_results<L, D>(w, rank, results);
-  const bool is_known = starts_at_0 && w.num_ctas == plan.few_ctas;
+  if (threadIdx.x == 0 && plan.num_splits > 1) expect_results<L, D>(plan, rank, results);
   stager.set_work(w);
 #pragma unroll
   for (int j = 0; j < L::kSlotsPerThread; ++j) {
     const int i = threadIdx.x + j * kThreads, key = stager.key_of(w.deal.first, 0, i);
-    if (!is_known) block[j] = stager.find_block(key);
+    if (!starts_at_0) block[j] = stager.find_block(key);
     if (i < L::kNumSlots) stager.slots[i] = stager.find_slot(block[j], key);
   }
   __syncwarp();
@@ -178,7 +176,7 @@ __global__ void __launch_bounds__(kThreads, ctas_per_sm(kWgmma))
 
     // A warpgroup multiplies as one.
     if (has_rows || L::kWgmma) {
-      const int first_key = (w.deal.first + step * w.num_ctas) * L::kStepKeys + warp_key;
+      const int first_key = (w.deal.first + step * plan.num_ctas()) * L::kStepKeys + warp_key;
       const bool masked =
           first_key < seen_by_all.begin || first_key + L::kWarpKeys > seen_by_all.end;
       attend<T, D, L>(acc, rows, q, query, keys, scale, first_key, masked);
@@ -190,12 +188,12 @@ __global__ void __launch_bounds__(kThreads, ctas_per_sm(kWgmma))
   cp_async_wait<0>();
   __syncwarp();
   __syncthreads();
-  if (w.num_splits == 1) return store_results<T, D, L>(p, plan, w, smem, warp_row, rows, acc);
+  if (plan.num_splits == 1) return store_results<T, D, L>(p, plan, w, smem, warp_row, rows, acc);
   // NOTE: until all CTAs are past their stages. Their copies have landed and what they read is in
   // registers: no write has to be published, and a release would wait for all of the GPU.
   cluster_arrive_relaxed();
   cluster_wait_acquire();
-  send_results<L, D>(w, smem, rank * L::kWarpsN + warp_n, warp_row, rows, acc);
+  send_results<L, D>(plan, smem, rank * L::kWarpsN + warp_n, warp_row, rows, acc);
   mbarrier_wait_cluster(results, 0);
   merge_rows<T, D, L>(p, plan, w, smem, rank);
 }

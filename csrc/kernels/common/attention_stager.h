@@ -45,7 +45,6 @@ struct Stager {
   const uint8_t* value_head = nullptr;
   KeyRange keys{};
   Deal deal{};
-  int num_ctas;
 
   __device__ __forceinline__ Stager(const PagedAttentionParams& params, const Plan& launch_plan,
                                     uint8_t* smem)
@@ -53,8 +52,7 @@ struct Stager {
         plan(launch_plan),
         blocks(params.block_table + blockIdx.z * params.block_table_stride),
         stages(smem + L::kStagesAt),
-        slots(reinterpret_cast<SlotOffset*>(smem + L::kSlotsAt)),
-        num_ctas(launch_plan.few_ctas) {}
+        slots(reinterpret_cast<SlotOffset*>(smem + L::kSlotsAt)) {}
 
   __device__ __forceinline__ void set_work(const Work& w) {
     key_head = static_cast<const uint8_t*>(p.key_cache) +
@@ -63,12 +61,12 @@ struct Stager {
                  w.kv_head * p.value_strides.head * kElementBytes;
     keys = w.keys;
     deal = w.deal;
-    num_ctas = w.num_ctas;
   }
 
   // Key i of the step `step` after step `first`; i may reach into later steps.
   __device__ __forceinline__ int key_of(int first, int step, int i) const {
-    return (first + (step + i / L::kStepKeys) * num_ctas) * L::kStepKeys + i % L::kStepKeys;
+    return (first + (step + i / L::kStepKeys) * plan.num_ctas()) * L::kStepKeys +
+           i % L::kStepKeys;
   }
 
   // Within the table, whatever the lengths are.

@@ -113,17 +113,17 @@ TEST(PagedAttentionKernel, EveryNumberOfSplits) {
   }
 }
 
-// Beside requests of few keys, which fewer CTAs of a cluster serve. With 8, 16, 24 and 72 tiles an
-// H200's clusters are of 16, 8, 5 and 1 CTAs.
-TEST(PagedAttentionKernel, ManyKeysBesideFew) {
-  for (int num_kv_heads : {1, 2, 3, 9}) {
+// Where many keys may come, an H200's clusters are of 16, 8, 5 and 1 CTAs with 8, 16, 40 and 72 tiles.
+TEST(PagedAttentionKernel, ManyKeys) {
+  for (int num_kv_heads : {1, 2, 5, 9}) {
     AttentionShape shape;
     shape.query_lens = {1, 2, 1, 1, 3, 1, 1, 2};
-    shape.seq_lens = {3300, 3, 3071, 3072, 3135, 0, 900, 65};
+    shape.seq_lens = {2300, 3, 1023, 1024, 1089, 0, 300, 65};
     shape.num_kv_heads = num_kv_heads;
     shape.num_heads = 3 * num_kv_heads;
     shape.head_dim = num_kv_heads == 2 ? 64 : 128;
-    shape.window_left = num_kv_heads == 3 ? 3200 : -1;
+    shape.window_left = num_kv_heads == 5 ? 1100 : -1;
+    shape.max_keys = 40000;
     expect_kernel_equals_oracle<BFloat16>(shape, 3e-2);
     expect_kernel_equals_oracle<Half, Float8E4M3>(shape, 2e-2);
   }
