@@ -42,12 +42,12 @@ def test_iterations():
 @pytest.mark.parametrize(
     ("max_rows", "max_reqs", "tile_rows", "rows", "reqs"),
     [
-        (2048, 32, None, [64, 128, 256, 384, 512], [1, 8]),
-        (2048, 4, None, [64, 128, 256, 384, 512], [1, 4]),
-        (2048, 1, None, [64, 128, 256, 384, 512], [1]),
-        (100, 8, None, [64, 100], [1, 8]),
+        (2048, 32, None, [128, 256, 512], [1, 8]),
+        (2048, 4, None, [128, 256, 512], [1, 4]),
+        (2048, 1, None, [128, 256, 512], [1]),
+        (200, 8, None, [128, 200], [1, 8]),
         (5, 8, None, [5], [1, 8]),
-        (2048, 8, 128, [128, 256, 384, 512], [1, 8]),
+        (2048, 8, 128, [128, 256, 512], [1, 8]),
         (130, 8, 128, [128, 256], [1, 8]),
         (17, 8, 128, [128], [1, 8]),
     ],
@@ -60,10 +60,10 @@ def test_prompts(max_rows, max_reqs, tile_rows, rows, reqs):
 @pytest.mark.parametrize(
     ("num_rows", "num_reqs", "expected"),
     [
-        (1, 1, (64, 1)),
-        (64, 1, (64, 1)),
-        (65, 1, (128, 1)),
-        (64, 2, (64, 8)),
+        (1, 1, (128, 1)),
+        (128, 1, (128, 1)),
+        (129, 1, (256, 1)),
+        (128, 2, (128, 8)),
         (129, 8, (256, 8)),
         (512, 1, (512, 1)),
         (512, 9, None),
@@ -166,7 +166,7 @@ def test_graphs_of_prompts_are_counted(target, draft, monkeypatch):
         return profile.graphs
 
     plain = graphs([])
-    assert graphs([PromptBucket(8, 1)]) == plain + 2 * GRAPH_BYTES
+    assert graphs([PromptBucket(8, 1)]) == plain + GRAPH_BYTES
     rows = 8 * 4  # of the largest iteration
     few, many = graphs([PromptBucket(rows, 1)]), graphs([PromptBucket(rows + 100, 1)])
     assert few < many

@@ -138,12 +138,12 @@ def test_a_small_cache_preempts_and_keeps_the_answers():
 
 
 def test_graphs_share_the_memory_of_the_largest():
-    """Eleven buckets, twice, and ten of prompts: were each to keep its logits, they would take several times what was
+    """Eleven buckets, twice, and six of prompts: were each to keep its logits, they would take several times what was
     planned.
     """
     llm = make_llm(max_num_seqs=64)
     assert len(llm.core._runner.captured) == 22
-    assert len(llm.core._runner.captured_prompts) == 20
+    assert len(llm.core._runner.captured_prompts) == 6
     assert 0 < llm.core._runner.num_bytes <= llm.facts.memory.graphs
 
 
@@ -154,7 +154,7 @@ def test_no_memory_for_a_large_graph_leaves_the_small_ones(monkeypatch, caplog):
     capture = GraphRunner._capture_one
 
     def capture_small(self, bucket, *arguments):
-        rows = bucket.num_rows / 64 if isinstance(bucket, PromptBucket) else bucket
+        rows = bucket.num_rows / 128 if isinstance(bucket, PromptBucket) else bucket
         if rows > 2:
             raise torch.cuda.OutOfMemoryError("no memory")
         return capture(self, bucket, *arguments)
@@ -163,7 +163,7 @@ def test_no_memory_for_a_large_graph_leaves_the_small_ones(monkeypatch, caplog):
     monkeypatch.setattr(GraphRunner, "_capture_one", capture_small)
     llm = make_llm()
     assert {bucket for bucket, _ in llm.core._runner.captured} == {1, 2}
-    assert {bucket.num_rows for bucket, _ in llm.core._runner.captured_prompts} == {64, 128}
+    assert {bucket.num_rows for bucket in llm.core._runner.captured_prompts} == {128, 256}
     assert "no memory for the CUDA graph of 4 requests" in caplog.text
     assert "no memory for the CUDA graph of 512 prompt tokens of 4 requests" in caplog.text
     assert answers(llm, 10, False) == expected

@@ -14,7 +14,7 @@ from .test_graphs import make_llm
 
 pytestmark = pytest.mark.gpu
 
-LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 255, 256, 257, 383, 384, 385, 511, 512, 513, 700)
+LENGTHS = (1, 2, 127, 128, 129, 255, 256, 257, 511, 512, 513, 700)
 TEXT = " ".join(f"Question {i}: what is {i} times {i + 7}? It is {i * (i + 7)}." for i in range(80))
 
 
@@ -67,10 +67,9 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
 
 def test_what_is_captured():
     llm = make_llm(max_num_seqs=8)
-    buckets = {bucket for bucket, _ in llm.core._runner.captured_prompts}
-    sizes = {(bucket.num_rows, bucket.num_reqs) for bucket in buckets}
-    assert sizes == {(n, r) for n in (64, 128, 256, 384, 512) for r in (1, 8)}
-    assert len(llm.core._runner.captured_prompts) == 2 * len(sizes)
+    captured = llm.core._runner.captured_prompts
+    sizes = {(bucket.num_rows, bucket.num_reqs) for bucket in captured}
+    assert sizes == {(n, r) for n in (128, 256, 512) for r in (1, 8)}
 
 
 @pytest.mark.parametrize("draft_method", ["dflash", "autoregressive"])
@@ -81,10 +80,10 @@ def test_one_by_one_and_together(temperature, draft_method):
     prompts, given = prompts_of(llm), params(len(LENGTHS), temperature)
     replays = count_replays(llm)
     alone = [tokens_of(llm.generate([p], q))[0] for p, q in zip(prompts, given, strict=True)]
-    assert replays == {(64, 1): 4, (128, 1): 3, (256, 1): 3, (384, 1): 3, (512, 1): 3}
+    assert replays == {(128, 1): 4, (256, 1): 3, (512, 1): 3}
     replays.clear()
     together = tokens_of(llm.generate(prompts, given))
-    assert replays.total() >= 5
+    assert replays.total() >= 3
     del llm
     expected = tokens_of(uncaptured(**arguments).generate(prompts, given))
     assert alone == expected
@@ -144,7 +143,7 @@ def test_graphs_equal_eager_bit_for_bit(strict):
         prompts, given = prompts_of(llm), params(len(LENGTHS), 0.8)
         replays = count_replays(llm)
         outputs = llm.generate(prompts, given)
-        assert (replays.total() >= 5) != enforce_eager
+        assert (replays.total() >= 3) != enforce_eager
         with_logprobs = llm.generate(
             prompts, SamplingParams(temperature=0.0, max_tokens=3, logprobs=2)
         )

@@ -10,7 +10,7 @@ from math import gcd
 BUCKET_STEP = 8
 """Iterations are padded to 1, 2, 4 or a multiple of this many requests."""
 
-PROMPT_ROWS = (64, 128, 256, 384, 512)
+PROMPT_ROWS = (128, 256, 512)
 """Prompt tokens of a pass; with more, a GPU takes longer than a host does to launch the kernels."""
 
 PROMPT_REQS = (1, 8)

@@ -135,7 +135,7 @@ class GraphRunner:
         self.buckets = request_buckets(max_reqs, multiple) if pads else []
         self.prompt_buckets = list(prompt_buckets)
         self.captured: dict[tuple[int, bool], CapturedStep] = {}
-        self.captured_prompts: dict[tuple[PromptBucket, bool], CapturedStep] = {}
+        self.captured_prompts: dict[PromptBucket, CapturedStep] = {}
         self.num_bytes = 0
         if self.on_gpu and not enforce_eager:
             self._capture()
@@ -160,8 +160,7 @@ class GraphRunner:
         """A prompt batch, padded where it has a bucket."""
         captured = None
         if batch.variant.drafts:
-            bucket = PromptBucket(batch.num_rows, batch.num_reqs)
-            captured = self.captured_prompts.get((bucket, self.step.needs_all_logits(batch)))
+            captured = self.captured_prompts.get(PromptBucket(batch.num_rows, batch.num_reqs))
         return self.step.prefill(batch) if captured is None else self._replay(captured, batch)
 
     def _replay(self, captured: CapturedStep, batch: Batch) -> Flow:
@@ -182,7 +181,7 @@ class GraphRunner:
         for decoder in {id(decoder): decoder for decoder, _ in forwards}.values():
             decoder.init_capture(_limits([a for other, a in forwards if other is decoder]))
         pool = torch.cuda.graph_pool_handle()
-        keys = [(bucket, processes) for bucket in buckets for processes in (True, False)]
+        keys = [(bucket, processes) for bucket in buckets for processes in self._kinds(bucket)]
         for key in track(keys, "capturing CUDA graphs", transient=True, disable=not _visible()):
             self._try_capture(*key, pool)
         self.num_bytes = max(0, before - _free_bytes())
@@ -193,7 +192,7 @@ class GraphRunner:
             time.perf_counter() - started, gib(self.num_bytes),
             len(self.captured), max((bucket for bucket, _ in self.captured), default=0),
             len(self.captured_prompts),
-            max((bucket.num_rows for bucket, _ in self.captured_prompts), default=0),
+            max((bucket.num_rows for bucket in self.captured_prompts), default=0),
         )  # fmt: skip
 
     def _try_capture(self, bucket: Bucket, processes_logits: bool, pool: Any) -> None:
@@ -209,7 +208,7 @@ class GraphRunner:
                 bucket if isinstance(bucket, PromptBucket) else f"{bucket} requests",
             )
         elif isinstance(bucket, PromptBucket):
-            self.captured_prompts[bucket, processes_logits] = captured
+            self.captured_prompts[bucket] = captured
         else:
             self.captured[bucket, processes_logits] = captured
 
@@ -223,6 +222,10 @@ class GraphRunner:
             decoder.prepare_capture(attention)
         torch.cuda.synchronize()
         return CapturedStep.capture(parts, batch, pool)
+
+    def _kinds(self, bucket: Bucket) -> tuple[bool, ...]:
+        """Which graphs a bucket has, see needs_all_logits: a prompt's few logits cost nothing beside its rows."""
+        return (True,) if isinstance(bucket, PromptBucket) else (True, False)
 
     def _of_nobody(self, bucket: Bucket) -> Batch:
         """A batch of that size; every row is inert."""

@@ -148,8 +148,7 @@ def profile_memory(
     # All graphs share the memory of the largest one's intermediate tensors; each has its nodes.
     graph_rows = max([args.max_num_seqs * q, *(bucket.num_rows for bucket in prompt_buckets)])
     graphs = sampled + max(_activation_bytes(model, graph_rows) for model in models)
-    num_buckets = len(request_buckets(args.max_num_seqs)) + len(prompt_buckets)
-    graphs += GRAPH_BYTES * 2 * num_buckets
+    graphs += GRAPH_BYTES * (2 * len(request_buckets(args.max_num_seqs)) + len(prompt_buckets))
     return MemoryProfile(
         limit=int(total * (args.gpu_memory_utilization - ALLOCATOR_SLACK)),
         others=others,
