@@ -49,9 +49,7 @@ class Support:
     replayable: bool  # a captured launch is valid at other lengths
     in_one_graph: bool  # and needs nothing of the host between replays
     reason: str = ""  # why not, where one of them is False
-    ragged: bool = (
-        False  # all this for any query lengths up to max_query_len, and rows of no request
-    )
+    ragged: bool = False  # all this for any query lengths, and for rows of no request
 
 
 @dataclass(frozen=True)
