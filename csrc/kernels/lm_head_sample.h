@@ -18,8 +18,8 @@ inline gemm::Operands known_part(const LmHeadSampleParams& p) {
   return o;
 }
 
-// The GEMM that samples in its epilogue, with a short kernel behind it: a vocabulary wide enough for
-// tiles of three warpgroups, where K is one sum. Its order is linear's on at most 128 rows.
+// The GEMM that samples in its epilogue, with a short kernel behind it: a vocabulary wide enough
+// for tiles of three warpgroups, where K is one sum. Its order is linear's on at most 128 rows.
 inline gemm::Choice choose(const LmHeadSampleParams& p) {
   if (p.sample.draft_logits != nullptr) return {};
   if (gemm::takes_row_blocks(known_part(p))) return {gemm::kMaxRows, 3, 1};

@@ -43,17 +43,20 @@ int few_ctas(const PagedAttentionParams& p, int64_t tiles) {
   return num_ctas;
 }
 
-// Where there may be many keys, what their meeting costs is repaid. Clusters of five lie well on the
-// SMs, larger and even ones wait for each other there (docs/performance.md).
+// Where a row may see many keys, what their meeting costs is repaid. Clusters of five lie well on
+// the SMs, larger and even ones wait for each other there (docs/performance.md).
 template <typename L>
 int choose_num_ctas(const PagedAttentionParams& p, int64_t tiles) {
   const int64_t sms = device_properties().num_sms;
   const int num_ctas = few_ctas<L>(p, tiles);
-  if (!L::kWgmma || p.mask.max_keys < kManyKeys) return num_ctas;
-  if (kMaxCtas * tiles <= sms) return p.mask.max_keys < kLoneManyKeys ? num_ctas : kMaxCtas;
+  const int keys = p.mask.window_left < 0 ? p.mask.max_keys
+                                          : std::min(p.mask.max_keys, p.mask.window_left);
+  if (!L::kWgmma || keys < kManyKeys) return num_ctas;
+  if (kMaxCtas * tiles <= sms) return keys < kLoneManyKeys ? num_ctas : kMaxCtas;
   return sms < 5 * tiles && 2 * tiles <= sms ? 5 : num_ctas;
 }
 
+// NOTE: every CTA merges rows: of 64, 12 CTAs would have none left for the last.
 template <typename L>
 void set_ctas(Plan& plan, int num_ctas) {
   plan.ctas = Divisor(num_ctas);

@@ -26,7 +26,8 @@ void expect_shape(const LmHeadSampleParams& p, int rows) {
 TEST(LmHeadSamplePlan, TakesBlocksOfRowsThatFillTheSms) {
   for (int64_t num_rows : {225, 240, 256, 449, 480, 512}) expect_shape(head(num_rows, 151936), 128);
   for (int64_t num_rows : {0, 129, 224, 257, 448, 513}) expect_shape(head(num_rows, 151936), 0);
-  for (const auto& [num_rows, rows] : {std::pair<int64_t, int>{1, 16}, {17, 32}, {33, 64}, {128, 128}})
+  for (const auto& [num_rows, rows] :
+       {std::pair<int64_t, int>{1, 16}, {17, 32}, {33, 64}, {128, 128}})
     expect_shape(head(num_rows, 151936), rows);
 }
 

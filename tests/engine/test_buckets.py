@@ -123,9 +123,9 @@ def test_a_batch_without_a_bucket_is_as_long_as_it_is():
 
 
 def test_tiles_are_filled_with_rows_of_nobody():
-    """Also those of logits."""
+    """Also those of logits. Were the longest query 6 here, the batch would look like two of 6 rows."""
     batch = make_buffers(tile_rows=6).prefill([chunk(2, 5), chunk(1, 3)])
-    assert (batch.num_rows, batch.num_reqs, batch.max_query_len) == (12, 2, 5)
+    assert (batch.num_rows, batch.num_reqs, batch.max_query_len) == (12, 2, 12)
     assert batch.query_start_loc.tolist() == [0, 5, 8]
     assert batch.slot_mapping[8:].tolist() == [-1] * 4
     assert batch.logits_rows.tolist() == [4, 7, 0, 0, 0, 0]

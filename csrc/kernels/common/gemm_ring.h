@@ -15,10 +15,10 @@ constexpr int kGroupRows = 64;    // weight rows of a warpgroup
 // What the host decides for a launch.
 struct Plan {
   int num_rows;
-  int num_units;   // tiles, each for all rows, or for two blocks of N rows
-  int block_pairs;   // of blocks: the units of a tile
-  int num_atoms;   // of K
-  int num_splits;  // 1 or 2
+  int num_units;    // tiles, each for all rows, or for two blocks of N rows
+  int block_pairs;  // of blocks: the units of a tile
+  int num_atoms;    // of K
+  int num_splits;   // 1 or 2
   int num_stages;
 };
 

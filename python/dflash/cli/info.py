@@ -161,4 +161,6 @@ def _attention(unavailable: dict[str, str]) -> dict[str, str]:
                 unavailable[name] = answer.reason
             else:
                 served[name] = "replayable" if answer.replayable else "eager"
+                if answer.replayable and not answer.ragged:
+                    served[name] += ", prompts eager"
     return served

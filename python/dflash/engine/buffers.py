@@ -196,12 +196,11 @@ class BatchBuffers:
             slots += [self._slot(chunk.request.blocks, p) for p in where]
             ends.append(len(ids))
             sample_rows += [len(ids) - 1] if chunk.samples else []
-        if bucket is None:
-            longest = max(chunk.length for chunk in chunks)
-            bucket = PromptBucket(self._padded(len(ids)), len(chunks))
-        else:
-            longest = bucket.num_rows
+        bucket = bucket or PromptBucket(self._padded(len(ids)), len(chunks))
         num_rows, num_reqs = bucket.num_rows, bucket.num_reqs
+        # NOTE: where rows pad, no length that together with num_reqs looks like a batch of equal queries.
+        is_padded = num_rows > len(ids)
+        longest = num_rows if is_padded else max(chunk.length for chunk in chunks)
         samples = [chunk.samples for chunk in chunks]
         self.requests.send(requests, num_reqs)
         copy_to(self.input_ids, ids, num_rows, 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Iterations and passes over short prompts as CUDA graphs: one for each size and kind of sampling."""
+"""Iterations and passes over short prompts as CUDA graphs: one a size, of iterations one a kind of sampling."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def choose_prompt_buckets(
     reasons = [decoder.prompts_eager_reason for decoder in decoders]
     reason = next((reason for reason in reasons if reason is not None), None)
     if reason is not None:
-        log_once(f"prompts are not captured: {reason}", logging.INFO)
+        log_once(f"prompts are not captured: {reason}")
         return []
     return prompt_buckets(args.max_num_batched_tokens, args.max_num_seqs, tile_rows)
 

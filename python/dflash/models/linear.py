@@ -77,7 +77,8 @@ def is_streamed(matrix: Matrix) -> bool:
 
 
 def logits_dtype(head: torch.Tensor) -> torch.dtype:
-    """Of logits: where the head may sample itself the sums as they are, so that tokens are the same either way.
+    """Of logits: where the head may sample itself the sums as they are. Up to 128 rows, and in strict, tokens are then
+    the same either way; of more the library adds up in an order of its own.
 
     Where it may not, says so once on a GPU.
     """

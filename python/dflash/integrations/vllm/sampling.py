@@ -153,7 +153,7 @@ def greedy(
     else:
         log_once(
             "vLLM: drafts are sampled from logits: the head's GEMM samples up to 128 rows, 225 to 256 or 449 to "
-            "512 of a plain, unquantised head of more than 8448 tokens on sm_90"
+            "512 where its tiles fill the SMs, of a plain, unquantised head of more than 8448 tokens on sm_90"
         )
         sample_draft(compute_logits(hidden_states), positions, identity, tokens)
     return tokens.view(rows)
