@@ -73,20 +73,18 @@ STABLE_TORCH_LIBRARY(dflash, m) {
       "Tensor(b!)? draft_logits) -> ()");
 
   // The tokens that rows sample from logits_j = logit_scale * hidden_states[j] @ weight[:vocab_size]^T in fp32, which are
-  // not rounded. Where lm_head_sample_plan says so (fp16 or bf16 on sm_90, more than 8448 rows of weight) there are no
-  // logits in memory, and the weight is read once every 256 rows (linear's note on it holds); else linear and sample_draft.
-  // Without logits_start_loc the rows are draft rows: positions, idx_mapping [T], tokens [S, N] and the noise are
-  // sample_draft's. With it they are verified ones: rows of request r are logits_start_loc[r]..[r + 1), idx_mapping is [R],
-  // a row's input stands at positions[j], and tokens[j] is the first maximum of logits_j, or of logits_j / temperature +
-  // the target stream's Gumbel at (seed, positions[j] + 1), as process_logits and rejection_sample take it. Padded rows
-  // write nothing.
+  // not rounded. Where lm_head_sample_plan says so (fp16 or bf16 on sm_90, more than 8448 rows of weight) no logits are
+  // stored and the weight is read once every 256 rows (see linear); else linear and sample_draft. Without logits_start_loc
+  // the rows are draft rows: positions, idx_mapping [T], tokens [S, N] and the noise are sample_draft's. With it they are
+  // verified ones: request r's are logits_start_loc[r]..[r + 1), idx_mapping is [R], a row's input stands at positions[j],
+  // and tokens[j] is the first maximum of logits_j, or of logits_j / temperature + the target stream's Gumbel at
+  // (seed, positions[j] + 1), as in process_logits and rejection_sample. Padded rows write nothing.
   m.def(
       "lm_head_sample(Tensor hidden_states, Tensor weight, Tensor positions, Tensor idx_mapping, "
       "Tensor? logits_start_loc, Tensor? temperatures, Tensor? seeds, int vocab_size, float logit_scale, Tensor? d2t, "
       "int first_column, Tensor(a!) tokens) -> ()");
 
-  // What linear_plan says where lm_head_sample makes no logits for these operands, or nothing: of up to 128
-  // rows, and of 225..256 and 449..512 where tiles of vocab_size fill the SMs. A row's sums do not depend on the others.
+  // linear_plan's answer where lm_head_sample makes no logits, or nothing; beyond 128 rows, where tiles fill the SMs.
   m.def("lm_head_sample_plan(Tensor hidden_states, Tensor weight, int vocab_size) -> int[]");
 
   // What the target's logits are sampled from. Rows of request r are logits_start_loc[r]..[r + 1), row i follows
